@@ -293,9 +293,11 @@ def test_a_host_that_is_not_ours_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "cannot listen on 192.0.2.1:0" in _complaint(capsys, "--host", "192.0.2.1", "-p", "0")
-    assert "cannot listen on no.such.host.invalid" in _complaint(capsys, "--host", "no.such.host.invalid", "-p", "0")
-    assert "cannot listen on" in _complaint(capsys, "--host", "x" * 300, "-p", "0")
+    assert "cannot listen on 192.0.2.1:0" in _complaint(capsys, "--host", "192.0.2.1", "-p", "0", "--insecure")
+    assert "cannot listen on no.such.host.invalid" in _complaint(
+        capsys, "--host", "no.such.host.invalid", "-p", "0", "--insecure"
+    )
+    assert "cannot listen on" in _complaint(capsys, "--host", "x" * 300, "-p", "0", "--insecure")
 
 
 def test_a_port_without_permission_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +307,14 @@ def test_a_port_without_permission_is_one_line(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "socket", Socket)
     with pytest.raises(AddressError, match=r"^cannot listen on 127\.0\.0\.1:80: permission denied$"):
-        listen(Config(server=ServerConfig(port=80)))
+        listen("127.0.0.1", 80, reader_s=30.0)
 
 
 def test_the_url_names_a_host_that_a_client_can_use() -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]"), ("::", "localhost")):
         config = Config(server=ServerConfig(host=host, port=0))
         try:
-            found = listen(config)
+            found = listen(host, 0, reader_s=30.0)
         except AddressError:  # a machine without IPv6
             continue
         with found:
@@ -323,8 +325,10 @@ def test_the_url_names_a_host_that_a_client_can_use() -> None:
 
 
 @asynchronous
-async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_is_an_error(tmp_path: Path) -> None:
-    config = Config(server=ServerConfig(port=0, drain_s=5.0), storage=StorageConfig(folder=str(tmp_path)))
+async def test_a_killed_or_frozen_worker_changes_no_byte_and_one_that_stays_away_is_an_error(tmp_path: Path) -> None:
+    config = Config(
+        server=ServerConfig(port=0, drain_s=5.0, heartbeat_s=1.0), storage=StorageConfig(folder=str(tmp_path))
+    )
     server = Server(config)
     (engine,) = server.fleet._runs.values()
     assert isinstance(engine, AsyncLLM)
@@ -333,28 +337,41 @@ async def test_a_worker_that_is_killed_changes_no_byte_and_one_that_stays_away_i
     port = server.listening.getsockname()[1]
     asked = CHAT | {"stream": True, "max_tokens": 160, "ignore_eos": True, "temperature": 0}
 
-    async def answer(*, kill: bool) -> str:
+    async def readiness() -> tuple[int, dict[str, Any]]:
+        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+        found = await client.ask("GET", "/health/ready")
+        client.leave()
+        return found.status, found.json
+
+    async def answer(how: signal.Signals | None = None) -> str:
         client = Client(*await asyncio.open_connection("127.0.0.1", port))
         await client.send(request("POST", "/v1/chat/completions", asked))
         assert (await client.head())[0] == 200
         said, killed = b"", False
         while chunk := await client.chunk():
             said += chunk
-            if kill and not killed and said.count(b"data: ") > 3:
+            if how is not None and not killed and said.count(b"data: ") > 3:
                 (pid,) = engine.supervisor.pids
                 assert pid is not None
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, how)
                 killed = True
+                while (found := await readiness())[0] == 200:
+                    await asyncio.sleep(0.01)
+                assert found == (503, {"status": "unavailable", "models": [], "unavailable": ["mini"]})
         client.leave()
-        assert killed == kill
+        assert killed == (how is not None)
         events = [json.loads(each.removeprefix("data: ")) for each in said.decode().split("\n\n")[:-2]]
         assert not any("error" in event for event in events)
         assert any(event["choices"] and event["choices"][0]["finish_reason"] == "length" for event in events)
         return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
 
     try:
-        undisturbed = await answer(kill=False)
-        assert await answer(kill=True) == undisturbed
+        undisturbed = await answer()
+        assert await readiness() == (200, {"status": "ready", "models": ["mini"]})
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            assert await answer(how) == undisturbed
+            assert (await readiness())[0] == 200
+        assert engine.supervisor.restarts == [2]
 
         async def no_more(worker: object) -> Any:
             raise StartError("none is left")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from headrace.config import Config
+from headrace.config.environment import required_secret
 from headrace.gateway.accounts.account_services import AccountServices
+from headrace.gateway.accounts.account_store import AccountStore
+from headrace.gateway.accounts.admin_operations import Actor
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
@@ -18,30 +22,48 @@ from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.ledger import Ledger
-from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.ledger.request_ledger import RequestLedger
+from headrace.gateway.limits.rate_limiter import RateLimiter, SharedLimitStore
+from headrace.gateway.observation.objective_watch import ObjectiveWatch
+from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
-from headrace.observe import metrics
+from headrace.observe import computed_metrics, metrics
 
 
-def assemble(config: Config, fleet: Fleet, database: Database, environ: Mapping[str, str]) -> Services:
-    """ConfigError where the environment lacks what the configuration names."""
-    ledger = Ledger.from_config(config, database, environ)
+class SharedState(NamedTuple):
+    """State that another process of this server owns."""
+
+    limits: SharedLimitStore | None  # None: the configuration's Redis
+    ledger: RequestLedger
+    accounts: AccountStore
+
+
+def assemble(
+    config: Config, fleet: Fleet, database: Database, environ: Mapping[str, str], *, shared: SharedState | None = None
+) -> Services:
+    """ConfigError where the environment lacks what the configuration names. `shared` replaces the stores of a front
+    process."""
+    own_ledger = None if shared is not None else Ledger.from_config(config, database, environ)
+    ledger = shared.ledger if shared is not None and Ledger.is_kept(config) else own_ledger
     exact = ExactCache.from_config(config, database, environ)
     semantic = SemanticCache.from_config(config.cache.semantic, database, fleet)
     caches = {name: cache for name, cache in (("exact", exact), ("semantic", semantic)) if cache is not None}
-    accounts = AccountServices.from_config(config, database, environ, caches)
+    store = None if shared is None else shared.accounts
+    accounts = AccountServices.from_config(config, database, environ, caches, store=store)
     if exact is not None:
         exact.modes = replace(exact.modes, tenants=CacheModes(accounts.directory, "exact"))
     if semantic is not None:
         semantic.modes = replace(semantic.modes, tenants=CacheModes(accounts.directory, "semantic"))
-    if ledger is not None:
-        accounts.shared.listen(budget_updater(accounts.directory, ledger.declare))
+    if own_ledger is not None:
+        accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
+    observer = RequestObserver.from_config(config, environ)
+    computed_metrics.collector.book, computed_metrics.collector.objectives = observer.latencies, observer.objectives
     return Services(
         fleet=fleet,
         accounts=accounts,
-        limiter=RateLimiter.from_config(config.limiting, environ),
+        limiter=RateLimiter.from_config(config.limiting, environ, shared=None if shared is None else shared.limits),
         limit_scopes=LimitScopes.from_config(config),
         ledger=ledger,
         exact=exact,
@@ -52,4 +74,31 @@ def assemble(config: Config, fleet: Fleet, database: Database, environ: Mapping[
         shaping=config.shaping,
         fast=config.profiles.fast,
         background=BackgroundTasks(),
+        observer=observer,
+        # A front process forwards its requests, and the process that owns the state watches them.
+        objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
+    )
+
+
+def _objective_watch(
+    config: Config, observer: RequestObserver, accounts: AccountServices, environ: Mapping[str, str]
+) -> ObjectiveWatch | None:
+    if not config.slo:
+        return None
+    alerts, headers = config.observe.alerts, dict[str, str]()
+    url = ""
+    if alerts.webhook_url_env is not None:
+        url = required_secret(environ, alerts.webhook_url_env, "observe.alerts.webhook_url_env")
+        if (header := alerts.webhook_header_env) is not None:
+            headers["authorization"] = required_secret(environ, header, "observe.alerts.webhook_header_env")
+
+    async def set_fast(seconds: float, reason: str) -> None:
+        await accounts.operations.set_fast(Actor("objectives", ""), None, on=True, ttl_s=seconds, reason=reason)
+
+    return ObjectiveWatch(
+        observer.objectives,
+        url=url,
+        headers=headers,
+        fast=[name for name, each in config.slo.items() if each.fast_mode],
+        set_fast=set_fast,
     )

@@ -12,8 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.config import Config, KeyConfig, ModelConfig, PriceConfig, digest_of, names_of, upstreams_of, variants_of
-from headrace.config.loader import read_config
+from headrace.config import (
+    Config,
+    FastConfig,
+    KeyConfig,
+    ModelConfig,
+    PriceConfig,
+    digest_of,
+    names_of,
+    upstreams_of,
+    variants_of,
+)
+from headrace.config.loader import ConfigCheck, read_config
 from headrace.config.toml_text import HIDDEN, key_path, quoted
 from headrace.config.upstream_section import check_upstream
 from headrace.config.value_types import Finding
@@ -23,6 +33,7 @@ from headrace.gateway.accounts import account_rules as accounts
 from headrace.gateway.degradation.ladder import ladder_config as ladders
 from headrace.gateway.ledger.prices import PriceError, make_price
 from headrace.gateway.routing import routing_checks as routing
+from headrace.server.http.allowed_hosts import is_loopback
 from headrace.surfaces import SURFACES
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]*")
@@ -34,15 +45,28 @@ _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def load_config(
-    path: Path | None = None, *, environ: Mapping[str, str], flags: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any] | None = None,
+    check: ConfigCheck | None = None,
 ) -> Config:
-    """Read and check the configuration; raise ConfigError with every mistake. See config.loader.read_config."""
-    return read_config(path, environ=environ, flags=flags, check=check_config)
+    """Read and check the configuration; raise ConfigError with every mistake. `check` replaces `check_config`. See
+    config.loader.read_config."""
+    return read_config(path, environ=environ, flags=flags, check=check or check_config)
 
 
 def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+    yield from _exposure(config)
+    if config.server.processes > 1:
+        yield from _processes(config)
     yield from _origins(config.server.cors_origins)
     yield from _models(config)
+    for name, slo in config.slo.items():
+        where = key_path("slo", name)
+        yield from _surface(slo.surface or name, where if slo.surface is None else f"{where}.surface")
+        if slo.fast_mode and config.fast == FastConfig():
+            yield f"{where}.fast_mode", "the section [fast] is empty. Say there what fast mode changes"
     for name, surface in config.surfaces.items():
         where = key_path("surfaces", name)
         wrong = list(_surface(name, where))
@@ -93,6 +117,44 @@ def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
         yield (
             "shaping.summary_model",
             f"unknown model or variant {quoted(summary)}; known: {', '.join(map(quoted, served))}",
+        )
+
+
+def _processes(config: Config) -> Iterator[Finding]:
+    """Yield what would not be right with several processes: state that each of them would have for itself."""
+    one = "this needs server.processes = 1"
+    exact = config.cache.exact
+    tenants = [each.caches for each in config.tenants.values()]
+    if (exact.mode != "off" or any(each.exact not in (None, "off") for each in tenants)) and exact.store != "redis":
+        yield "cache.exact.store", f'{one}, or "redis": each process would have a cache of its own'
+    if config.cache.semantic.mode != "off" or any(each.semantic not in (None, "off") for each in tenants):
+        yield "cache.semantic.mode", f"{one}: each process would have a cache of its own"
+    if config.server.address_requests_per_s is not None:
+        yield "server.address_requests_per_s", f"{one}: each process would count for itself"
+    for name, surface in config.surfaces.items():
+        if surface.ladder.preset or surface.ladder.steps:
+            yield key_path("surfaces", name, "ladder"), f"{one}: each process would see its own load only"
+
+
+def _exposure(config: Config) -> Iterator[Finding]:
+    server = config.server
+    if not (config.keys or server.insecure or is_loopback(server.host)):
+        yield (
+            "server.host",
+            f"{quoted(server.host)} is reachable from other machines, and there is no API key: anybody could use this "
+            "server. Add a key (--api-key or [[keys]]), listen on 127.0.0.1, or allow it with --insecure "
+            "(server.insecure = true)",
+        )
+    for name in ("metrics_need_key", "docs_need_key"):
+        if getattr(server, name) and not (config.keys or config.admin.socket):
+            yield f"server.{name}", "expected at least one API key; add one to [[keys]]"
+    if server.internal_port and (server.internal_host, server.internal_port) == (server.host, server.port):
+        yield "server.internal_port", f"expected another port than server.port, found {server.port} for both"
+    if not is_loopback(server.internal_host) and not server.metrics_need_key and not server.insecure:
+        yield (
+            "server.internal_host",
+            f"{quoted(server.internal_host)} is reachable from other machines, and /metrics needs no key there. Set "
+            "server.metrics_need_key, listen on 127.0.0.1, or allow it with --insecure (server.insecure = true)",
         )
 
 

@@ -1,4 +1,4 @@
-"""DurableState: the stores of files, batches and responses. Does not serve them (server.api)."""
+"""DurableState: the stores of files, batches, responses and conversations. Does not serve them (server.api)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Final
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
-from headrace.server.api.batch_endpoints import BatchRunner
-from headrace.server.api.batches import Batches
+from headrace.server.api.background_responses import BackgroundResponses
+from headrace.server.api.batches.batch_runner import BatchRunner
+from headrace.server.api.batches.batches import Batches
+from headrace.server.api.conversations.conversation_store import ConversationStore
 from headrace.server.api.files import FileStore
+from headrace.server.api.response_history import ResponseHistory
 from headrace.server.api.response_store import ResponseStore
 from headrace.server.endpoint_context import EndpointContext
 
@@ -26,26 +29,39 @@ class DurableState:
         storage = context.config.storage
         self._sweeping: asyncio.Task[None] | None = None
         self.files = FileStore(database, storage.path, storage)
-        self.responses = ResponseStore(database, hours=storage.response_hours)
-        runner = BatchRunner(context, self.responses)
-        self.batches = Batches(database, self.files, runner.run, storage, running=storage.batch_running)
+        self.history = ResponseHistory(
+            ResponseStore(database, hours=storage.response_hours),
+            ConversationStore(database, hours=storage.conversation_hours),
+        )
+        self.background = BackgroundResponses(context, self.history, running=storage.background_running)
+        runner = BatchRunner(context, self.history)
+        self.batches = Batches(
+            database,
+            self.files,
+            runner.run,
+            storage,
+            running=storage.batch_running,
+            line_values=context.config.limits.values,
+        )
 
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
+        self.background.resume()
         await self.batches.resume()
 
     async def close(self) -> None:
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self.background.close()
         await self.batches.close()
 
     async def _sweep(self) -> None:
         """Remove what has expired, even where nothing new is written."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for sweep in (self.files.sweep, self.responses.sweep):
+            for sweep in (self.files.sweep, self.history.responses.sweep, self.history.conversations.sweep):
                 try:
                     await sweep()
                 except ApiError as error:
-                    log.warning("expired files or responses were not removed: %s", error)
+                    log.warning("expired files, responses or conversations were not removed: %s", error)

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 from headrace.config import Config
 from headrace.gateway.accounts.access import find_model
+from headrace.gateway.accounts.tenant_policies import limit_scopes, settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.flow.services import Services
+from headrace.gateway.limits.request_charges import RequestCharges
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.observe import metrics
+from headrace.observe.traces.timeline import Timeline
 from headrace.server.http.api_call import ApiCall, Response
+from headrace.server.http.body_intake import UNCOUNTED_BYTES, BodyIntake, payer_of
+from headrace.server.http.body_parameters import ParameterTable, parse_body
+from headrace.server.http.bounded_json import is_small
+from headrace.server.http.unknown_fields import STRICT_HEADER, UnknownFields, strict_by_header
+
+T = TypeVar("T")
+
+# Response headers that a page of another origin may read, beside those that browsers always show.
+_EXPOSED: Final = (
+    "x-request-id, request-id, x-should-retry, retry-after, retry-after-ms, server-timing, "
+    "x-headrace-cache, x-headrace-degraded, x-headrace-fast, x-headrace-ignored, x-headrace-route, x-headrace-shaped, "
+    "x-headrace-truncated, "
+    "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
+)
 
 
 class EndpointContext:
@@ -23,10 +43,14 @@ class EndpointContext:
         self.services = services
         self.is_ready = False  # every engine has started
         self.is_draining = False  # no new request is admitted
+        # The metrics of this server's other processes.
+        self.other_metrics: Callable[[], Awaitable[list[list[metrics.Family]]]] | None = None
         self.running = 0  # requests that engines and upstreams work for
+        self.bodies = BodyIntake(config.server)
+        self.charges = RequestCharges(services.limiter, address_requests_per_s=config.server.address_requests_per_s)
 
     def admit(self) -> None:
-        """ApiError where the server starts, shuts down or runs as many requests as it may."""
+        """Raise ApiError if the server starts, shuts down or runs its maximum of requests."""
         if not self.is_ready:
             raise _unavailable("The models are being loaded. Retry in a second.", "starting")
         if self.is_draining:
@@ -44,14 +68,72 @@ class EndpointContext:
             self.running -= 1
             metrics.running.set(self.running)
 
-    def exchange(self, caller: Caller, request: TextRequest, endpoint: str) -> Exchange:
-        """ApiError where the caller may not use the model, or there is none of that name."""
+    def exchange(
+        self, caller: Caller, request: TextRequest, endpoint: str, timeline: Timeline | None = None
+    ) -> Exchange:
+        """Build the exchange. ApiError if the model does not exist or the caller may not use it. `timeline`: of the
+        call that it answers."""
         served = find_model(caller, self.services.fleet, request.model, request.profile)
-        return Exchange(caller=caller, asked=request, served=served, endpoint=endpoint)
+        timeline = Timeline() if timeline is None else timeline
+        return Exchange(
+            caller=caller,
+            text_request=request,
+            served=served,
+            endpoint=endpoint,
+            arrival=timeline.began,
+            timeline=timeline,
+        )
 
-    async def body(self, call: ApiCall) -> bytes:
+    async def charge(self, caller: Caller) -> None:
+        """Count a call that reserves no tokens. LimitError if a limit on requests has no room."""
+        closed = settings_of(caller).fail == "closed"
+        await self.charges.charge(limit_scopes(caller, "", ""), caller.tenant, closed=closed)
+
+    async def read(self, call: ApiCall, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of the request's body. A large body is read at a bounded pace and parsed in a
+        thread; ApiError if it is too long, too slow, or too many are in memory already."""
         server = self.config.server
-        return await call.body(server.body_bytes, server.body_s)
+        body = call.take_body(server.body_bytes)
+        if body is not None and len(body) <= UNCOUNTED_BYTES:
+            return await self.parse(payer_of(call), body, parse)
+        with self.bodies.hold(payer_of(call)) as hold:
+            if body is None:
+                chunks: list[bytes] = []
+                async for chunk in call.chunks(server.body_bytes, server.body_s):
+                    chunks.append(chunk)
+                    await hold.take(len(chunk))
+                body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                del chunks
+            else:
+                await hold.take(len(body))
+            return await self.parse(payer_of(call), body, parse)
+
+    def unknown_fields(self, headers: Mapping[str, str]) -> UnknownFields:
+        """Return the policy for unknown fields of one request: the client's own, or the configuration's."""
+        given = headers.get(STRICT_HEADER)
+        strict = self.config.server.strict_parameters if given is None else strict_by_header(given)
+        return UnknownFields(strict=strict, hide=self.services.accounts.directory.hidden)
+
+    async def parameters(self, call: ApiCall, table: ParameterTable, *, optional: bool = False) -> dict[str, Any]:
+        """Return the parameters of the request's body. `optional`: there may be no body."""
+        limits = self.config.limits
+        return await self.read(
+            call, lambda body: parse_body(body or b"{}" if optional else body, table, limits, call.unknown)
+        )
+
+    async def paced(self, call: ApiCall, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the chunks of a body that is not kept in memory, at the pace of its payer."""
+        async for chunk in chunks:
+            await self.bodies.pace(payer_of(call), len(chunk))
+            yield chunk
+
+    async def parse(self, payer: str, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of a body, computed in a thread if that takes long. The threads are shared fairly
+        between payers."""
+        if is_small(body):
+            return parse(body)
+        async with self.bodies.turn(payer):
+            return await asyncio.to_thread(parse, body)
 
     async def reply(self, call: ApiCall, response: Response) -> None:
         response.headers |= self.cors_headers(call)
@@ -63,7 +145,11 @@ class EndpointContext:
         origins = self.config.server.cors_origins
         if origin is None or not ("*" in origins or origin in origins):
             return {}
-        return {"access-control-allow-origin": "*" if "*" in origins else origin, "vary": "origin"}
+        return {
+            "access-control-allow-origin": "*" if "*" in origins else origin,
+            "access-control-expose-headers": _EXPOSED,
+            "vary": "origin",
+        }
 
 
 def _unavailable(message: str, code: str) -> ApiError:

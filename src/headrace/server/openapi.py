@@ -36,12 +36,22 @@ _ANTHROPIC_ERROR: Final[dict[str, Any]] = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
             "required": ["type", "message"],
         },
     },
     "required": ["type", "error"],
 }
+_OLLAMA_ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}},
+    "required": ["error"],
+}
+_ERRORS: Final = {"anthropic": "AnthropicError", "ollama": "OllamaError"}  # schemas by the shape of errors
 
 
 def routes(context: EndpointContext, described: Sequence[Route]) -> tuple[Route, ...]:
@@ -55,15 +65,20 @@ def routes(context: EndpointContext, described: Sequence[Route]) -> tuple[Route,
     async def get_page(call: ApiCall) -> None:
         await context.reply(call, Response(shown, type=b"text/html; charset=utf-8"))
 
+    public = not context.config.server.docs_need_key
     return (
-        Route("GET", "/openapi.json", get_document, "This document.", open=True, listed=False),
-        Route("GET", "/docs", get_page, "The same for people.", open=True, listed=False),
+        Route("GET", "/openapi.json", get_document, "This document.", open=public, listed=False),
+        Route("GET", "/docs", get_page, "The same for people.", open=public, listed=False),
     )
 
 
 def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:
     """Return the OpenAPI document. `keys`: whether clients must send a key."""
-    components: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+    components: dict[str, Any] = {
+        "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+        "OllamaError": _OLLAMA_ERROR,
+    }
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if route.listed:
@@ -81,7 +96,7 @@ def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:
 
 def _operation(route: Route, components: dict[str, Any], *, keys: bool) -> dict[str, Any]:
     name = _name(route)
-    error = "AnthropicError" if route.errors == "anthropic" else "Error"
+    error = _ERRORS.get(route.errors or "", "Error")
     refused = {
         "description": "An error, as its `type` and `message` say.",
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
@@ -99,7 +114,7 @@ def _operation(route: Route, components: dict[str, Any], *, keys: bool) -> dict[
     if parameters:
         operation["parameters"] = parameters
     if route.table is not None:
-        body = body_schema(route.table, f"{name}_body", components)
+        body = body_schema(route.table, f"{name}_body", components, lenient=route.lenient)
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     if keys and not route.open:
         operation["security"] = [{"key": []}]

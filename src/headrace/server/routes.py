@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from headrace.server import openapi, status_endpoints
+from typing import NamedTuple
+
+from headrace.server import openapi, status_endpoints, web_pages
+from headrace.server.admin import live_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
-    batch_endpoints,
     chat_completions,
     completions,
     file_endpoints,
     messages,
     metered_endpoint,
     model_endpoints,
+    request_endpoints,
     response_endpoints,
     tokenize,
 )
+from headrace.server.api.batches import batch_endpoints, message_batch_endpoints
+from headrace.server.api.conversations import conversation_endpoints
+from headrace.server.api.ollama import ollama_endpoints
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.route_table import Route
 
 
-def all_routes(context: EndpointContext, durable: DurableState, administration: Administration) -> tuple[Route, ...]:
+class RouteSets(NamedTuple):
+    public: tuple[Route, ...]  # of `server.port`
+    internal: tuple[Route, ...]  # of `server.internal_port`; empty without one
+
+
+def all_routes(context: EndpointContext, durable: DurableState, administration: Administration) -> RouteSets:
     """The order is that of the OpenAPI document."""
-    routes = (
+    served = (
         *chat_completions.routes(context),
         *completions.routes(context),
         *messages.routes(context),
+        *ollama_endpoints.routes(context),
         *metered_endpoint.routes(context),
         *tokenize.routes(context),
         *model_endpoints.routes(context),
         *status_endpoints.routes(context),
+        *request_endpoints.routes(context),
         *administration.routes(),
+        *live_routes.routes(administration, context),
         *file_endpoints.routes(context, durable.files),
         *batch_endpoints.routes(context, durable.batches),
-        *response_endpoints.routes(context, durable.responses),
+        *message_batch_endpoints.routes(context, durable.batches, durable.files),
+        *response_endpoints.routes(context, durable.history, durable.background),
+        *conversation_endpoints.routes(context, durable.history.conversations),
+        *web_pages.routes(context),
     )
-    return (*routes, *openapi.routes(context, routes)) if context.config.server.docs else routes
+    metrics = status_endpoints.metrics_route(context)
+    internal = context.config.server.internal_port is not None
+    described = served if internal else (*served, metrics)
+    docs = openapi.routes(context, described) if context.config.server.docs else ()
+    return RouteSets(served, (metrics, *docs)) if internal else RouteSets((*described, *docs), ())

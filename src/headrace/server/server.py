@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
-import resource
 import signal
 import socket
-from collections.abc import Callable, Generator
-from typing import Final
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.fleet import Fleet, Loading
-from headrace.server.http.request_log import configure_log
+from headrace.observe.logs import configure_log
+from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads
+
+if TYPE_CHECKING:
+    from headrace.server.processes.front_processes import FrontProcesses
 
 log: Final = structlog.stdlib.get_logger("headrace")
 
 _BACKLOG: Final = 2048  # connections that the kernel queues
-_GARBAGE: Final = (5_000, 20, 20)  # thresholds of the collector's generations; a request leaves next to no cycles
-_OWN_FILES: Final = 512  # open files beside connections: models, the database, uploads, workers' sockets
 _HURRY: Final = 2.0  # seconds for engines and storage to close after a second signal
 
 
@@ -45,15 +45,16 @@ def run(
     the configuration's models."""
 
     def started(url: str) -> None:
-        # What is loaded now stays, so the collector need not scan it again, which takes tens of milliseconds each time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GARBAGE)
+        keep_what_is_loaded()
+        if os.geteuid() == 0:
+            advice = "Start the server as a user of its own that can only read its models."
+            log.warning("running as root", advice=advice)
         if ready is not None:
             ready(url)
 
     configure_log(config.log)
-    with asyncio.Runner(loop_factory=_loop) as runner:
+    prepare_threads()
+    with asyncio.Runner(loop_factory=event_loop) as runner:
         runner.run(serve(config, ready=started, loading=loading, fleet=fleet))
 
 
@@ -71,19 +72,38 @@ async def serve(
 class Server:
     """All of it belongs to one event loop. AddressError, ModelError or RequestError if it cannot be created."""
 
-    def __init__(self, config: Config, *, fleet: Fleet | None = None, loading: Loading | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        fleet: Fleet | None = None,
+        loading: Loading | None = None,
+        front_command: Sequence[str] = (),
+    ) -> None:
+        """`front_command` replaces the command of front processes."""
         self.config = config
+        self.fronts: FrontProcesses | None = None
         with contextlib.ExitStack() as undo:
-            self.listening = listen(config)
-            undo.callback(self.listening.close)
+            server = config.server
+            self.listening, *front_sockets = listen_together(
+                server.host, server.port, server.processes, reader_s=server.reader_s
+            )
+            for each in (self.listening, *front_sockets):
+                undo.callback(each.close)
+            self.internal_listening: socket.socket | None = None
+            if server.internal_port is not None:
+                self.internal_listening = listen(server.internal_host, server.internal_port, reader_s=server.reader_s)
+                undo.callback(self.internal_listening.close)
             self.fleet = Fleet.of(config, loading, early=True) if fleet is None else fleet
             undo.callback(self.fleet.abandon)
             self._make()
+            self._make_fronts(front_sockets, front_command)
             undo.pop_all()
 
     def _make(self) -> None:
         """Build everything but the engines, which load meanwhile; for that reason the imports are here."""
         from headrace.gateway.database import Database
+        from headrace.gateway.ledger.ledger import Ledger
         from headrace.server.admin.admin_usage import LedgerUsage
         from headrace.server.admin.administration import Administration
         from headrace.server.app import App
@@ -92,19 +112,34 @@ class Server:
         from headrace.server.endpoint_context import EndpointContext
         from headrace.server.http.edge import ConnectionBounds, Edge
         from headrace.server.routes import all_routes
+        from headrace.server.service_manager import ServiceManager
 
         config = self.config
         self.database = Database(config.storage.path)
         self.services = services = assemble(config, self.fleet, self.database, os.environ)
-        usage = None if services.ledger is None else LedgerUsage(services.ledger)
+        ledger = services.ledger
+        usage = LedgerUsage(ledger, currency=config.ledger.currency) if isinstance(ledger, Ledger) else None
         self.administration = Administration(config, services.accounts, usage)
         self.url = url_of(config, self.listening)
         self.context = EndpointContext(config, services)
         self.durable = DurableState(self.context, self.database)
-        self.app = App(self.context, all_routes(self.context, self.durable, self.administration))
-        self.edge = Edge(self.app, ConnectionBounds.of(config.server))
+        routes = all_routes(self.context, self.durable, self.administration)
+        bounds = ConnectionBounds.of(config.server)
+        self.app = App(self.context, routes.public, host=config.server.host)
+        self.edge = Edge(self.app, bounds)
+        internal = App(self.context, routes.internal, host=config.server.internal_host)
+        self.internal_edge = None if self.internal_listening is None else Edge(internal, bounds)
+        self._manager = ServiceManager()
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
+
+    def _make_fronts(self, sockets: Sequence[socket.socket], command: Sequence[str]) -> None:
+        if not sockets:
+            return
+        from headrace.server.processes.front_processes import FRONT_COMMAND, FrontProcesses
+
+        self.fronts = FrontProcesses(self.config, self.services, sockets, command=command or FRONT_COMMAND)
+        self.context.other_metrics = self.fronts.metrics
 
     def end(self) -> None:
         """Drain and shut down. The second call stops waiting for requests in progress."""
@@ -112,36 +147,64 @@ class Server:
             self._hurry.set()
             return
         self.context.is_draining = True
+        self._manager.notify(STOPPING=1, STATUS="Draining")
         self._ending.set()
         log.info("draining", running=self.context.running)
 
     async def run(self, *, ready: Callable[[str], None] | None = None, signals: bool = True) -> None:
         with _signals(self.end) if signals else contextlib.nullcontext():
             starting: asyncio.Task[None] | None = None
+            feeding: asyncio.Task[None] | None = None
             try:
-                _allow_connections(self.config.server.connections)
+                allow_connections(self.config.server.connections)
                 await self.edge.listen(self.listening, _BACKLOG)
+                if self.fronts is not None:
+                    await self.fronts.listen(self.edge, self.app)
+                if self.internal_edge is not None and self.internal_listening is not None:
+                    await self.internal_edge.listen(self.internal_listening, _BACKLOG)
                 starting = asyncio.create_task(self._start())
+                feeding = asyncio.create_task(self._manager.feed_watchdog())
                 if await _first(starting, self._ending):
                     starting.result()
+                    self._manager.notify(READY=1, STATUS=f"Serving {', '.join(sorted(self.fleet.served))}")
                     if ready is not None:
                         ready(self.url)
                 await self._ending.wait()
-                await self.edge.drain(self.config.server.drain_s, self._hurry)
+                seconds = self.config.server.drain_s
+                draining = [
+                    self.edge.drain(seconds, self._hurry),
+                    self.durable.background.drain(seconds, self._hurry),
+                ]
+                if self.fronts is not None:
+                    draining.append(self.fronts.drain(seconds, self._hurry))
+                await asyncio.gather(*draining)
             finally:
                 self.context.is_draining = True
+                if feeding is not None:
+                    feeding.cancel()
                 if starting is not None:
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
                 await self.edge.close()
+                if self.internal_edge is not None:  # the metrics stay until the end
+                    await self.internal_edge.close()
                 await self._close()
                 self.listening.close()
+                if self.internal_listening is not None:
+                    self.internal_listening.close()
+
+    def _log_loading(self, name: str) -> None:
+        served = self.fleet.served.get(name)
+        chosen = "" if served is None or served.description is None else served.description.choice
+        log.info("loading", model=name, **({"weights": chosen} if chosen else {}))
 
     async def _start(self) -> None:
-        await self.fleet.start(lambda name: log.info("loading", model=name))
+        await self.fleet.start(self._log_loading)
         await self.services.start()
         await self.administration.start(self.app)
         self.context.is_ready = True
+        if self.fronts is not None:
+            await self.fronts.start()
         log.info("ready", models=sorted(self.fleet.served))
         try:
             await self.durable.start()
@@ -150,6 +213,8 @@ class Server:
 
     async def _close(self) -> None:
         async def both() -> None:
+            if self.fronts is not None:
+                await self.fronts.close()
             await self.durable.close()
             await self.administration.close()
             await self.services.close()
@@ -175,20 +240,6 @@ async def _first(task: asyncio.Task[None], event: asyncio.Event) -> bool:
     return task.done()
 
 
-def _allow_connections(wanted: int) -> None:
-    """Raise the limit of open files to what the connections need, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OWN_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        soft = allowed
-    if soft < needed:
-        log.warning("the limit of open files is too low for server.connections", allowed=soft, needed=needed)
-
-
 @contextlib.contextmanager
 def _signals(end: Callable[[], None]) -> Generator[None]:
     loop = asyncio.get_running_loop()
@@ -202,9 +253,29 @@ def _signals(end: Callable[[], None]) -> Generator[None]:
             loop.remove_signal_handler(each)
 
 
-def listen(config: Config) -> socket.socket:
-    """Return the listening socket. AddressError if the port is taken or the host is not this machine's."""
-    host, port = config.server.host, config.server.port
+def listen_together(host: str, port: int, count: int, *, reader_s: float) -> list[socket.socket]:
+    """Return listening sockets of one port, between which the kernel distributes connections. AddressError."""
+    first = listen(host, port, reader_s=reader_s)
+    if count == 1:
+        return [first]
+    port = first.getsockname()[1]
+    first.close()  # the port was free: without this, another server that shares its port would go unnoticed
+    found: list[socket.socket] = []
+    try:
+        while len(found) < count:
+            found.append(listen(host, port, reader_s=reader_s, shares_port=True))
+    except AddressError:
+        for each in found:
+            each.close()
+        raise
+    return found
+
+
+def listen(host: str, port: int, *, reader_s: float, shares_port: bool = False) -> socket.socket:
+    """Return a listening socket. AddressError if the port is taken or the host is not this machine's.
+
+    `reader_s`: seconds that a client may leave a full send buffer unread.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -216,11 +287,13 @@ def listen(config: Config) -> socket.socket:
         raise AddressError(f"cannot listen on {host[:100]!r}: that is no host's name") from None
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # A client whose machine is gone is noticed, whether something is on the way to it or not. Connections inherit
         # this. The time is above the reader's, so that one that is only slow is the edge's to cut.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            patience = max(10, round(config.server.reader_s * 2))
+            patience = max(10, round(reader_s * 2))
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience * 1000)
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, patience)
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)  # seconds
@@ -239,9 +312,3 @@ def url_of(config: Config, listening: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = "localhost"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()

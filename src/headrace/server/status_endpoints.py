@@ -1,4 +1,4 @@
-"""`/health` and `/metrics`: whether the server runs and takes requests, and its metrics for Prometheus."""
+"""`/health`, `/ping`, `/version` and `/metrics`: whether the server takes requests, its version and its metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 from typing import Final
 
+from headrace import __version__
 from headrace.errors import HeadraceError
+from headrace.gateway.accounts.directory import IdentifiedCaller
+from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_maintenance import measure
 from headrace.observe import metrics
 from headrace.server.endpoint_context import EndpointContext
@@ -23,13 +26,44 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
         await context.reply(call, Response.json({"status": "live"}))
 
     async def ready(call: ApiCall) -> None:
-        if context.is_ready and not context.is_draining:
-            await context.reply(call, Response.json({"status": "ready", "models": sorted(fleet.served)}))
+        models = {name: served.responsive for name, served in fleet.served.items()}
+        if context.is_draining:
+            status = "draining"
+        elif not context.is_ready:
+            status = "starting"
         else:
-            status = "draining" if context.is_draining else "starting"
-            await context.reply(call, Response.json({"status": status}, status=503, headers={"retry-after": "1"}))
+            status = "ready" if any(models.values()) else "unavailable"
+        if status in ("draining", "starting"):
+            body: dict[str, object] = {"status": status}
+        else:
+            body = {"status": status, "models": sorted(name for name, responsive in models.items() if responsive)}
+            if unavailable := sorted(name for name, responsive in models.items() if not responsive):
+                body["unavailable"] = unavailable
+        if status == "ready":
+            await context.reply(call, Response.json(body))
+        else:
+            await context.reply(call, Response.json(body, status=503, headers={"retry-after": "1"}))
+
+    async def version(call: ApiCall) -> None:
+        await context.reply(call, Response.json({"version": __version__}))
+
+    return (
+        Route("GET", "/health/live", live, "Report whether the server runs.", open=True),
+        Route("GET", "/health/ready", ready, "Report whether it takes requests.", open=True),
+        Route("GET", "/health", ready, "The same as /health/ready.", open=True),
+        Route("GET", "/ping", ready, "The same as /health/ready.", open=True),
+        Route("POST", "/ping", ready, "The same as /health/ready.", open=True),
+        Route("GET", "/version", version, "Report the version of Headrace."),
+    )
+
+
+def metrics_route(context: EndpointContext) -> Route:
+    fleet, needs_key = context.services.fleet, context.config.server.metrics_need_key
 
     async def exposition(call: ApiCall) -> None:
+        if needs_key and not (isinstance(call.caller, IdentifiedCaller) and call.caller.admin):
+            message = "The metrics show all tenants. Use an API key with access to the admin API."
+            raise ApiError(message, kind="permission_error", code="no_admin")
         for name, served in fleet.served.items():
             if served.upstream is not None:
                 metrics.upstream(name, served.upstream.state())
@@ -38,11 +72,8 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
                     for replica, statistics in enumerate(await served.engine.stats()):
                         metrics.engine(name, replica, statistics)
         await measure(context.services.caches)
-        await context.reply(call, Response(metrics.exposition(), type=metrics.CONTENT_TYPE.encode()))
+        others = [] if context.other_metrics is None else await context.other_metrics()
+        text = metrics.exposition_of([metrics.families(), *others]) if others else metrics.exposition()
+        await context.reply(call, Response(text, type=metrics.CONTENT_TYPE.encode()))
 
-    return (
-        Route("GET", "/health/live", live, "Report whether the server runs.", open=True),
-        Route("GET", "/health/ready", ready, "Report whether it takes requests.", open=True),
-        Route("GET", "/health", ready, "The same as /health/ready.", open=True),
-        Route("GET", "/metrics", exposition, "Metrics for Prometheus.", open=True),
-    )
+    return Route("GET", "/metrics", exposition, "Metrics for Prometheus.", open=not needs_key)

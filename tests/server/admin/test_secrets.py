@@ -15,7 +15,7 @@ import pytest
 
 from headrace.config import LogConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
-from headrace.server.http.request_log import configure_log
+from headrace.observe.logs import configure_log
 from tests.support.accounts import bearer
 from tests.support.admin_server import ROOT, Administered, administered
 from tests.support.running_server import CHAT, asynchronous, words
@@ -168,7 +168,8 @@ async def test_a_secret_in_a_wrong_place_of_any_request_is_shown_nowhere(tmp_pat
         assert unknown.error["message"] == "Unknown path '/v1/mr-***/mr-***'."
         replies.append((await running.ask("GET", "/metrics")).body)
         log = logged.getvalue()
-    assert "unknown_parameter" in log
+    assert "unknown_url" in log
+    assert "ignored" in log
     for secret in (made, "caller-secret"):
         for place in (log.encode(), *replies):
             assert secret.encode() not in place

@@ -17,13 +17,13 @@ from headrace.engine.interface.request import FinishReason
 from headrace.engine.interface.sampling import SampledToken
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.choice_reader import ChoiceReader
+from headrace.gateway.output.tool_formats import TOOL_FORMATS
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
     TextRequest,
     TokenLogprob,
     TokenUsage,
-    ToolCallDelta,
 )
 from headrace.server.api.chat_completions import ChatStream, chat_body, read_chat_request
 from tests.support.dialect_exchanges import USAGE, called, exchange_for, streamed, tokenizer, whole
@@ -121,6 +121,24 @@ def test_what_is_wrong_is_named(wishes: dict[str, Any], parameter: str) -> None:
     assert (raised.value.status, raised.value.parameter) == (400, parameter)
 
 
+def test_an_empty_assistant_turn_is_taken_back_as_clients_send_it() -> None:
+    history = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "Hello?"},
+    ]
+    assert asked(messages=history).messages == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Hello?"},
+    ]
+    for role in ("user", "system", "tool"):
+        with pytest.raises(ApiError, match=r"'messages\[0\]' has no content"):
+            asked(messages=[{"role": role, "content": None, "tool_call_id": "x", "tool_calls": []}])
+
+
 def test_a_stream_is_the_whole_answer_in_chunks() -> None:
     pieces = [
         ChoiceDelta(0, content="It "),
@@ -153,6 +171,25 @@ def test_a_stream_is_the_whole_answer_in_chunks() -> None:
 def test_without_being_asked_no_chunk_speaks_of_usage() -> None:
     found = chunks(streamed(ChatStream(exchange_for(asked(stream=True))), [ChoiceDelta(0, finish="stop", usage=USAGE)]))
     assert all("usage" not in chunk for chunk in found)
+
+
+def test_every_chunk_has_the_usage_so_far_if_that_is_wanted() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    pieces = [
+        ChoiceDelta(0, reasoning="hm", tokens=2),
+        ChoiceDelta(0, "Hi", tokens=1),
+        ChoiceDelta(0, " there", tokens=3),
+        ChoiceDelta(0, finish="stop", usage=USAGE),
+    ]
+    exchange = exchange_for(asked(stream=True, stream_options=options))
+    first, *found, last = chunks(streamed(ChatStream(exchange), pieces))
+    assert first["usage"] is None
+    assert [each["usage"]["completion_tokens"] for each in found] == [2, 3, 6, 6]
+    assert {each["usage"]["prompt_tokens"] for each in found} == {20}
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in found) == "Hi there"
+    assert last["usage"]["completion_tokens"] == USAGE.output_tokens
+    without = asked(stream=True, stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in each for each in chunks(streamed(ChatStream(exchange_for(without)), pieces)))
 
 
 def test_usage_counts_a_prompt_once_and_every_answer() -> None:
@@ -256,21 +293,53 @@ def test_special_tokens_count_where_they_are_shown() -> None:
     assert "".join(each.text for each in hidden) == "onetwo"
 
 
+NOW = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
+
+
+def read_calls(text: str, finish: FinishReason, *, named: bool = False) -> ChoiceDelta:
+    reader = ChoiceReader(0, tokenizer(), calls=TOOL_FORMATS["mini"].parser(), named=named)
+    return reader.read(output(cut(text), text, finish))
+
+
 def test_an_answer_to_a_named_tool_stops_as_the_service_s_does() -> None:
-    delta = ToolCallDelta(0, "call_0", "now")
-
-    class Calls:
-        def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-            return "", [delta] if text else []
-
-        def finish(self) -> tuple[str, list[ToolCallDelta]]:
-            return "", []
-
     for named, finish in ((False, "tool_calls"), (True, "stop")):
-        reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
-        assert reader.read(output(cut("x"), "x", FinishReason.STOP)).finish == finish
-        reader = ChoiceReader(0, tokenizer(), calls=Calls(), named=named)  # pyright: ignore[reportArgumentType]
-        assert reader.read(output(cut("x"), "x", FinishReason.LENGTH)).finish == "length"
+        assert read_calls(NOW, FinishReason.STOP, named=named).finish == finish
+        assert read_calls(NOW, FinishReason.LENGTH, named=named).finish == "length"
+
+
+@pytest.mark.parametrize("end", range(len('<tool_call>{"name": "now", '), len(NOW) - len("}</tool_call>")))
+def test_half_a_call_is_no_call_of_a_whole_answer(end: int) -> None:
+    for text, finish, expected, count in (
+        (NOW[:end], FinishReason.LENGTH, "length", 0),
+        (NOW[:end], FinishReason.DEADLINE, "deadline", 0),
+        (NOW[:end], FinishReason.STOP, "stop", 0),  # a stop string came in the call
+        (NOW + NOW[:end], FinishReason.LENGTH, "length", 1),
+        (NOW + NOW[:end], FinishReason.STOP, "tool_calls", 1),
+    ):
+        choices = whole([read_calls("Wait. " + text, finish)])
+        (shown,) = chat_body(exchange_for(asked(tools=[TOOL])), choices)["choices"]
+        assert shown["finish_reason"] == expected
+        assert shown["message"]["content"] == "Wait."
+        calls = shown["message"].get("tool_calls", [])
+        assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"zone": "UTC"}] * count
+
+
+@pytest.mark.parametrize("end", range(len("<tool_call>"), len('<tool_call>{"name": "now"')))
+def test_a_call_that_is_cut_before_its_name_is_shown_nowhere(end: int) -> None:
+    for text, finish, count in (
+        (NOW[:end], FinishReason.LENGTH, 0),
+        (NOW[:end], FinishReason.DEADLINE, 0),
+        (NOW + NOW[:end], FinishReason.LENGTH, 1),
+    ):
+        (choice,) = whole([read_calls("Wait. " + text, finish)])
+        assert (choice.content, len(choice.calls), choice.finish) == ("Wait.", count, finish.value)
+
+
+def test_a_call_that_was_cut_behind_its_arguments_is_whole() -> None:
+    for end in range(len(NOW) - len("}</tool_call>"), len(NOW)):
+        (choice,) = whole([read_calls(NOW[:end], FinishReason.LENGTH)])
+        assert [call.arguments for call in choice.calls] == ['{"zone": "UTC"}']
+        assert choice.finish == "length"
 
 
 def test_a_sequence_that_failed_is_an_error() -> None:

@@ -72,6 +72,27 @@ def test_sixteen_tokens_by_default() -> None:
     assert raised.value.parameter == "min_tokens"
 
 
+def test_nothing_is_generated_where_the_prompt_is_scored() -> None:
+    found = asked(max_tokens=0, echo=True, logprobs=1)
+    assert (found.max_tokens, found.echo, found.prompt_logprobs) == (0, True, 1)
+    for wishes, parameter in (({"n": 2}, "n"), ({"min_tokens": 1}, "min_tokens")):
+        with pytest.raises(ApiError) as raised:
+            asked(max_tokens=0, **wishes)
+        assert raised.value.parameter == parameter
+
+
+def test_a_prompt_that_was_not_scored_to_its_end_before_the_deadline_has_all_of_its_tokens() -> None:
+    prompt = tuple(tokenizer().encode("The first token costs more", False))
+    reader = ChoiceReader(0, tokenizer(), echo=prompt, logprobs=True, only_prompt=True)
+    measured = [SampledToken(each, -1.0) for each in prompt[1:3]]
+    ending = SequenceEnd(FinishReason.DEADLINE, outputs.SequenceUsage(len(prompt), 0, 0, 0, 0, 0.0, 0.0, 0.0))
+    piece = reader.read(SequenceOutput("one", 0, [], "", [], measured, None, ending))
+    assert piece.finish == "deadline"
+    assert piece.logprobs is not None
+    assert [each.logprob for each in piece.logprobs] == [None, -1.0, -1.0, *[None] * (len(prompt) - 3)]
+    assert "".join(each.shown for each in piece.logprobs) == piece.content == tokenizer().decode(prompt)
+
+
 def token(text: str, shown: str | None = None) -> TokenLogprob:
     return TokenLogprob(text, text.encode(), -1.0, [(text, text.encode(), -1.0)], text if shown is None else shown)
 
@@ -85,6 +106,7 @@ def test_offsets_are_those_of_the_text() -> None:
     assert logprobs["text_offset"] == [0, 0, 3, 3, 4, 8]
     assert logprobs["token_logprobs"] == [None, -1, -1, -1, -1, -1]
     assert logprobs["top_logprobs"][:2] == [None, {"One": -1.0}]
+    assert logprobs["tokens"] == ["", "One", "", "é", " two", ""]
     pieces = [
         ChoiceDelta(0, content="One", logprobs=found[:2]),
         ChoiceDelta(0, content="é two", logprobs=found[2:]),
@@ -98,7 +120,10 @@ def test_offsets_are_those_of_the_text() -> None:
 def test_of_tokens_that_look_alike_the_likelier_is_told() -> None:
     alike = TokenLogprob("\ufffd", b"\xc3", -0.1, [("\ufffd", b"\xc3", -0.1), ("\ufffd", b"\xe2", -3.0)])
     found = completion_body(exchange_for(asked(logprobs=2)), [Choice(0, logprobs=[alike])])
-    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
+    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.1, "\ufffd": -3.0}]
+    other = TokenLogprob("\ufffd", b"\xe3", -9.0, [*alike.top, ("a", b"a", -4.0)])
+    found = completion_body(exchange_for(asked(logprobs=2)), [Choice(0, logprobs=[other])])
+    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"": -9.0, "\ufffd": -0.1, "a": -4.0}]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0), (2, 0, 3, 1)])

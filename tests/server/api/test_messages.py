@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, cast
 
 import anthropic
@@ -16,9 +17,16 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.server.api.block_events import BlockSplitter
-from headrace.server.api.messages import MessageStream, message_body, read_count_request, read_message_request
+from headrace.server.api.messages import (
+    MessageStream,
+    message_body,
+    read_count_request,
+    read_message_request,
+    tool_use_id,
+)
 from headrace.server.api.messages_parameters import COUNT_TOKENS_PARAMETERS, MESSAGE_PARAMETERS
 from headrace.server.http import body_parameters as parameters
+from headrace.server.http.unknown_fields import UnknownFields
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
 
 LIMITS = RequestLimits()
@@ -86,7 +94,7 @@ def test_reads_every_parameter_into_the_engines_words() -> None:
         ("weather", "How it is outside.", SCHEMA, True)
     ]
     assert (asked.choosing, asked.only_tool, asked.parallel_calls) == ("required", "weather", False)
-    assert asked.template == {"reasoning_effort": "low"}
+    assert asked.template_hints == {"reasoning_effort": "low"}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
     ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ({"thinking": {"type": "adaptive", "display": "half"}}, "thinking.display"),
     ({"metadata": {"name": "x"}}, "metadata.name"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_format": {"type": "json_schema", "schema": {}}, "guided_regex": "a"}, "output_config.format"),
@@ -176,10 +184,18 @@ def test_a_hosted_tool_is_refused_with_its_name() -> None:
     assert "web_search_20250305" in refused(tools=[{"type": "web_search_20250305", "name": "web_search"}]).message
 
 
-@pytest.mark.parametrize("name", ["n", "metadata_", "user", "logprobs"])
-def test_an_unknown_parameter_is_refused(name: str) -> None:
-    error = refused(**{name: 1})
-    assert (error.parameter, error.code) == (name, "unknown_parameter")
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("n", "unsupported_parameter"),
+        ("user", "unsupported_parameter"),
+        ("logprobs", "unsupported_parameter"),
+        ("metadata_", "unknown_parameter"),
+    ],
+)
+def test_a_parameter_of_another_endpoint_is_refused(name: str, code: str) -> None:
+    error = refused(**{name: 2})
+    assert (error.parameter, error.code) == (name, code)
 
 
 def test_asking_for_nothing_is_no_offence() -> None:
@@ -281,9 +297,13 @@ def test_counting_asks_for_a_prompt_alone() -> None:
     assert (asked.max_tokens, len(asked.tools)) == (None, 1)
 
 
-def test_counting_knows_no_parameters_of_the_answer() -> None:
-    with pytest.raises(ApiError, match="Unknown parameter 'max_tokens'"):
+def test_counting_needs_no_parameters_of_the_answer() -> None:
+    with pytest.raises(ApiError, match="'max_tokens' is not supported: it is no part of a prompt"):
         read_count_request(json.dumps(LEAST).encode(), {}, LIMITS)
+    unknown = UnknownFields(strict=False)
+    asked = read_count_request(json.dumps({**LEAST, "stream": True}).encode(), {}, LIMITS, unknown)
+    assert (asked.max_tokens, asked.stream) == (None, False)
+    assert unknown.header == "max_tokens, stream"
 
 
 def test_the_tables_have_schemas() -> None:
@@ -309,6 +329,17 @@ ALTERNATING = [
 ]
 
 
+@pytest.mark.parametrize(
+    "id", ["call_abc", "toolu_abc", "chatcmpl-tool-1f", "functions.weather:0", "\ud800", "x" * 500, ""]
+)
+def test_ids_of_tool_uses_have_anthropics_form_and_stay_the_same(id: str) -> None:
+    found = tool_use_id(id)
+    assert re.fullmatch(r"toolu_[a-zA-Z0-9_-]+", found)
+    assert found == tool_use_id(id) == tool_use_id(found)
+    assert tool_use_id("call_abc") == "toolu_abc"
+    assert tool_use_id("functions.weather:0") != tool_use_id("functions.weather:1")
+
+
 def test_a_whole_answer_has_its_blocks() -> None:
     body = message_body(exchange_for(asked_of()), whole(ALTERNATING))
     message = Message.model_validate(body)
@@ -318,9 +349,9 @@ def test_a_whole_answer_has_its_blocks() -> None:
     assert body["content"] == [
         {"type": "thinking", "thinking": "Let me see.", "signature": "headrace"},
         {"type": "text", "text": "I look.Wait."},
-        {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Bern"}},
-        {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Rome"}},
-        {"type": "tool_use", "id": "call_2", "name": "clock", "input": {}},
+        {"type": "tool_use", "id": "toolu_0", "name": "weather", "input": {"city": "Bern"}},
+        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}},
+        {"type": "tool_use", "id": "toolu_2", "name": "clock", "input": {}},
     ]
     usage = message.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (4, 16, 7)

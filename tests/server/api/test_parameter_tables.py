@@ -17,8 +17,9 @@ from headrace.gateway.api_errors import ApiError
 from headrace.server.api import chat_completions as chat
 from headrace.server.api import completions, messages_parameters, responses_parameters, vectors
 from headrace.server.api import tokenize as tokens
-from headrace.server.api.batch_endpoints import BATCH_PARAMETERS
+from headrace.server.api.batches.batch_endpoints import BATCH_PARAMETERS
 from headrace.server.api.common_parameters import extra_fields
+from headrace.server.api.ollama import ollama_parameters
 from headrace.server.http.body_parameters import (
     Parameter,
     ParameterTable,
@@ -39,8 +40,19 @@ TABLES: Mapping[str, ParameterTable] = {
     "tokenize": tokens.TOKENIZE_PARAMETERS,
     "detokenize": tokens.DETOKENIZE_PARAMETERS,
     "batches": BATCH_PARAMETERS,
+    "ollama chat": ollama_parameters.CHAT_PARAMETERS,
+    "ollama generate": ollama_parameters.GENERATE_PARAMETERS,
+    "ollama options": ollama_parameters.OPTION_PARAMETERS,
+    "ollama embed": ollama_parameters.EMBED_PARAMETERS,
+    "ollama embeddings": ollama_parameters.OLDER_EMBEDDINGS_PARAMETERS,
+    "ollama show": ollama_parameters.SHOW_PARAMETERS,
+    "ollama pull": ollama_parameters.PULL_PARAMETERS,
 }
 EACH = [pytest.param(table, name, id=f"{where}-{name}") for where, table in TABLES.items() for name in table]
+
+
+# Hints of one service, which all endpoints may ignore.
+MAY_BE_UNKNOWN = {"context_management", "compaction", "diagnostics", "billing_policy", "max_tool_calls"}
 
 
 class Nothing:
@@ -77,6 +89,12 @@ def test_a_refused_parameter_is_named_with_the_reason(table: ParameterTable, nam
     alone = {name: parameter}
     for value in (None, *parameter.no_op_values):
         assert parse_parameters({name: value}, alone) == {}  # it asks for nothing
+
+
+@pytest.mark.parametrize("where", ["chat", "completions", "responses", "messages"])
+def test_no_parameter_of_another_endpoint_is_ignored_as_unknown(where: str) -> None:
+    others = {name for other in ("chat", "completions", "responses", "messages") for name in TABLES[other]}
+    assert others - set(TABLES[where]) <= MAY_BE_UNKNOWN
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -139,7 +157,7 @@ def test_what_is_wrong_is_named_by_its_path(value: Any, wanted: Any, path: str, 
 )
 def test_a_body_that_is_no_object_is_a_bad_request(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:
-        parse_body(body, {})
+        parse_body(body, {}, RequestLimits())
     assert raised.value.status == 400
 
 

@@ -46,7 +46,7 @@ def refused(**given: Any) -> ApiError:
 
 
 def messages_of(*items: dict[str, Any], **given: Any) -> list[dict[str, Any]]:
-    messages = found_of(input=list(items), **given).asked.messages
+    messages = found_of(input=list(items), **given).text_request.messages
     assert messages is not None
     return messages
 
@@ -56,7 +56,7 @@ def messages_of(*items: dict[str, Any], **given: Any) -> list[dict[str, Any]]:
 
 def test_reads_the_least_there_can_be() -> None:
     found = found_of()
-    asked = found.asked
+    asked = found.text_request
     assert (asked.model, asked.messages) == ("mini", [{"role": "user", "content": "Hello"}])
     assert (asked.max_tokens, asked.stream, asked.n, asked.think) == (None, False, 1, None)
     assert (found.store, found.previous) == (True, None)
@@ -99,7 +99,7 @@ def test_reads_every_parameter_into_the_engines_words() -> None:
         surface="agent",
         text={"verbosity": "medium", "format": {"type": "text"}},
     )
-    asked, sampling = found.asked, found.asked.sampling
+    asked, sampling = found.text_request, found.text_request.sampling
     assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert (asked.max_tokens, asked.stop, asked.stream) == (50, ("END",), True)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 5, 7)
@@ -109,29 +109,30 @@ def test_reads_every_parameter_into_the_engines_words() -> None:
         ("clock", None, False),
     ]
     assert (asked.choosing, asked.only_tool, asked.parallel_calls) == ("required", "weather", False)
-    assert (asked.think, asked.template) == (True, {"reasoning_effort": "low"})
+    assert (asked.think, asked.template_hints) == (True, {"reasoning_effort": "low", "verbosity": "medium"})
     assert (asked.user, asked.metadata) == ("u1", {"a": "b"})
     assert (asked.deadline_s, asked.surface, asked.priority) == (1.5, "agent", 3)
     assert (asked.grammar, found.store) == (None, False)
 
 
 def test_reasoning_can_be_asked_not_to_be() -> None:
-    asked = found_of(reasoning={"effort": "none"}).asked
-    assert (asked.think, asked.template) == (False, {})
+    asked = found_of(reasoning={"effort": "none"}).text_request
+    assert (asked.think, asked.template_hints) == (False, {})
 
 
 def test_log_probabilities_come_by_either_parameter() -> None:
-    assert found_of(include=["message.output_text.logprobs"]).asked.sampling.logprobs == 0
-    assert found_of(top_logprobs=3).asked.sampling.logprobs == 3
-    assert found_of().asked.sampling.logprobs is None
+    assert found_of(include=["message.output_text.logprobs"]).text_request.sampling.logprobs == 0
+    assert found_of(top_logprobs=3).text_request.sampling.logprobs == 3
+    assert found_of().text_request.sampling.logprobs is None
 
 
-def test_allowed_tools_are_those_that_are_offered() -> None:
+def test_allowed_tools_are_those_that_may_be_called() -> None:
     clock = {"type": "function", "name": "clock"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [clock]}
     found = found_of(tools=[WEATHER, clock], tool_choice=choice)
-    assert [tool.name for tool in found.asked.tools] == ["clock"]
-    assert found.asked.choosing == "required"
+    assert [tool.name for tool in found.text_request.tools] == ["weather", "clock"]
+    assert [tool.name for tool in found.text_request.callable_tools] == ["clock"]
+    assert found.text_request.choosing == "required"
     assert [tool["name"] for tool in found.echoed["tools"]] == ["weather", "clock"]
 
 
@@ -148,8 +149,8 @@ def test_allowed_tools_are_those_that_are_offered() -> None:
 )
 def test_a_format_holds_the_answer(form: dict[str, Any], kind: str, text: str) -> None:
     found = found_of(text={"format": form})
-    assert found.asked.grammar is not None
-    assert (found.asked.grammar.kind, found.asked.grammar.text) == (kind, text)
+    assert found.text_request.grammar is not None
+    assert (found.text_request.grammar.kind, found.text_request.grammar.text) == (kind, text)
     assert found.echoed["text"]["format"] == form
 
 
@@ -175,11 +176,14 @@ def test_a_format_holds_the_answer(form: dict[str, Any], kind: str, text: str) -
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "lots"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+        ({"conversation": {"name": "x"}}, "conversation.name"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], parameter: str) -> None:
@@ -189,14 +193,11 @@ def test_what_is_wrong_is_named(given: dict[str, Any], parameter: str) -> None:
 @pytest.mark.parametrize(
     ("given", "parameter"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
         ({"max_tool_calls": 3}, "max_tool_calls"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0].type"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call", "id": "ws_1", "status": "completed"}]}, "input[0].type"),
     ],
@@ -211,9 +212,9 @@ def test_a_hosted_tool_is_refused_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["n", "messages", "max_tokens"])
-def test_an_unknown_parameter_is_refused(name: str) -> None:
-    error = refused(**{name: 1})
-    assert (error.parameter, error.code) == (name, "unknown_parameter")
+def test_a_parameter_of_another_endpoint_is_refused(name: str) -> None:
+    error = refused(**{name: 2})
+    assert (error.parameter, error.code) == (name, "unsupported_parameter")
 
 
 def test_the_table_has_a_schema() -> None:
@@ -269,14 +270,14 @@ def test_what_the_assistant_thinks_says_and_calls_in_a_row_is_one_turn() -> None
 
 def test_going_on_from_a_response_puts_its_items_first_and_not_its_instructions() -> None:
     first = found_of(input="How is it?", instructions="Shout.", tools=[WEATHER])
-    output = output_items(whole([*called(0, "weather", '{"city": "Bern"}')])[0])
+    output = output_items(whole([*called(0, "weather", '{"city": "Bern"}')])[0], first.tools)
     new = found_of(
         input=[{**RESULT, "call_id": "call_0"}], instructions="Be brief.", previous_response_id="resp_1", store=False
     )
     assert new.previous == "resp_1"
     found = with_history(new, [*first.items, *output])
-    assert found.asked.messages is not None
-    assert [(each["role"], each["content"]) for each in found.asked.messages] == [
+    assert found.text_request.messages is not None
+    assert [(each["role"], each["content"]) for each in found.text_request.messages] == [
         ("system", "Be brief."),
         ("user", "How is it?"),
         ("assistant", ""),
@@ -353,7 +354,7 @@ LOOKED = [
 
 def test_a_whole_answer_has_its_items() -> None:
     found = found_of(tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"})
-    body = response_body(exchange_for(found.asked), whole(LOOKING), found)
+    body = response_body(exchange_for(found.text_request), whole(LOOKING), found)
     response = Response.model_validate(body)
     assert (response.id, response.object, response.model, response.status) == (
         "resp_one", "response", "mini", "completed",
@@ -375,7 +376,7 @@ def test_a_whole_answer_has_its_items() -> None:
 @pytest.mark.parametrize(("finish", "reason"), [("length", "max_output_tokens"), ("deadline", "deadline")])
 def test_what_was_cut_says_so_whole_and_streamed(finish: Any, reason: str) -> None:
     found = found_of(max_output_tokens=3)
-    exchange = exchange_for(found.asked)
+    exchange = exchange_for(found.text_request)
     pieces = [ChoiceDelta(0, content="I lo"), ChoiceDelta(0, finish=finish, usage=USAGE)]
     stream = ResponseStream(exchange, found)
     last = events_of(streamed(stream, pieces))[-1]
@@ -389,7 +390,7 @@ def test_what_was_cut_says_so_whole_and_streamed(finish: Any, reason: str) -> No
 
 def test_log_probabilities_are_those_of_the_text() -> None:
     found = found_of(top_logprobs=1)
-    exchange = exchange_for(found.asked)
+    exchange = exchange_for(found.text_request)
     pieces = [
         ChoiceDelta(0, reasoning="Hm", logprobs=measured("Hm")),
         ChoiceDelta(0, logprobs=measured("</think>")),
@@ -410,7 +411,7 @@ def test_log_probabilities_are_those_of_the_text() -> None:
 
 def test_a_streams_events_follow_each_other() -> None:
     found = found_of(tools=[WEATHER])
-    stream = ResponseStream(exchange_for(found.asked), found)
+    stream = ResponseStream(exchange_for(found.text_request), found)
     events = events_of(streamed(stream, LOOKING))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [(event["type"].removeprefix("response."), event.get("output_index")) for event in events] == [
@@ -451,7 +452,7 @@ def test_a_streams_events_follow_each_other() -> None:
 
 def test_text_between_calls_is_an_item_of_its_own() -> None:
     found = found_of(tools=[WEATHER])
-    stream = ResponseStream(exchange_for(found.asked), found)
+    stream = ResponseStream(exchange_for(found.text_request), found)
     pieces = [*called(0, "weather", "{}"), ChoiceDelta(0, content="Wait."), *called(1, "weather", "{}"), LOOKING[-1]]
     streamed(stream, pieces)
     assert without_ids(stream.items) == [call_item("call_0", "{}"), text_item("Wait."), call_item("call_1", "{}")]
@@ -461,7 +462,7 @@ def test_every_event_is_one_that_the_client_knows() -> None:
     from openai.types import responses  # the types of the events
 
     found = found_of(tools=[WEATHER])
-    for event in events_of(streamed(ResponseStream(exchange_for(found.asked), found), LOOKING)):
+    for event in events_of(streamed(ResponseStream(exchange_for(found.text_request), found), LOOKING)):
         name = "".join(part.title() for part in event["type"].replace(".", "_").split("_"))
         name = name.replace("OutputText", "Text") + "Event"
         getattr(responses, name).model_validate(event)
@@ -469,7 +470,7 @@ def test_every_event_is_one_that_the_client_knows() -> None:
 
 def test_the_client_puts_a_stream_together() -> None:
     found = found_of(tools=[WEATHER])
-    wire = Wire(streamed(ResponseStream(exchange_for(found.asked), found), LOOKING))
+    wire = Wire(streamed(ResponseStream(exchange_for(found.text_request), found), LOOKING))
     tool: Any = {**WEATHER, "strict": True}
     with wire.openai().responses.stream(model="mini", input="Hello", tools=[tool]) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -482,7 +483,7 @@ def test_the_client_puts_a_stream_together() -> None:
     ]
     assert response.usage is not None
     assert response.usage.total_tokens == 27
-    asked = read_response_request(wire.sent[0], {}, LIMITS).asked
+    asked = read_response_request(wire.sent[0], {}, LIMITS).text_request
     assert asked.stream
     assert asked.tools[0].strict
 
@@ -491,7 +492,7 @@ def test_the_client_puts_a_stream_together() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_client_feeds_an_answer_back(stream: bool, dumped: bool) -> None:
     found = found_of(tools=[WEATHER])
-    exchange = exchange_for(found.asked)
+    exchange = exchange_for(found.text_request)
     if stream:
         wire = Wire(streamed(ResponseStream(exchange, found), LOOKING))
         with wire.openai().responses.stream(model="mini", input="Hello") as events:
@@ -508,7 +509,7 @@ def test_the_client_feeds_an_answer_back(stream: bool, dumped: bool) -> None:
     ]
     wire = Wire(response_body(exchange, whole(LOOKING), found))
     wire.openai().responses.create(model="mini", input=again)
-    messages = read_response_request(wire.sent[0], {}, LIMITS).asked.messages
+    messages = read_response_request(wire.sent[0], {}, LIMITS).text_request.messages
     assert messages is not None
     assert [each["role"] for each in messages] == ["user", "assistant", "tool", "tool"]
     assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("I look.", "Let me see.")
@@ -522,24 +523,24 @@ class City(BaseModel):
 def test_the_clients_structured_output_is_read() -> None:
     found = found_of()
     pieces = [ChoiceDelta(0, content='{"city": "Bern"}'), ChoiceDelta(0, finish="stop", usage=USAGE)]
-    wire = Wire(response_body(exchange_for(found.asked), whole(pieces), found))
+    wire = Wire(response_body(exchange_for(found.text_request), whole(pieces), found))
     client = wire.openai()
     response = client.responses.parse(
         model="mini", input="Where?", text_format=City, tools=[openai.pydantic_function_tool(City)]
     )
     assert response.output_parsed == City(city="Bern")
     read_again = read_response_request(wire.sent[0], {}, LIMITS)
-    assert read_again.asked.grammar is not None
-    assert json.loads(read_again.asked.grammar.text)["required"] == ["city"]
+    assert read_again.text_request.grammar is not None
+    assert json.loads(read_again.text_request.grammar.text)["required"] == ["city"]
     dumped: Any = [item.model_dump() for item in response.output]
     client.responses.create(model="mini", input=[*dumped, {"role": "user", "content": "More"}])
-    messages = read_response_request(wire.sent[1], {}, LIMITS).asked.messages
+    messages = read_response_request(wire.sent[1], {}, LIMITS).text_request.messages
     assert messages == [{"role": "assistant", "content": '{"city": "Bern"}'}, {"role": "user", "content": "More"}]
 
 
 def test_a_failure_in_a_stream_ends_it_as_failed() -> None:
     found = found_of()
-    stream = ResponseStream(exchange_for(found.asked), found)
+    stream = ResponseStream(exchange_for(found.text_request), found)
     error = ApiError("the answer broke off", kind="server_error")
     sent = stream.begin() + stream.piece(ChoiceDelta(0, content="Hel")) + stream.error(error)
     last = events_of(sent)[-1]
@@ -552,7 +553,7 @@ def test_a_failure_in_a_stream_ends_it_as_failed() -> None:
 
 def test_a_failure_before_the_beginning_is_an_error_event() -> None:
     found = found_of()
-    sent = ResponseStream(exchange_for(found.asked), found).error(ApiError("no", parameter="input", code="c"))
+    sent = ResponseStream(exchange_for(found.text_request), found).error(ApiError("no", parameter="input", code="c"))
     assert events_of(sent) == [
         {"type": "error", "sequence_number": 0, "code": "c", "message": "no", "param": "input"},
     ]

@@ -11,6 +11,7 @@ import socket
 import pytest
 
 from headrace.observe import metrics
+from headrace.server.http import edge
 from tests.support.running_server import CHAT, asynchronous, count, ended, request, say, serving, until, words
 
 LIVE = request("GET", "/health/live")
@@ -41,7 +42,7 @@ NOT_JSON = {
     "Infinity": b'{"temperature": Infinity}',
     "a float too large": b'{"prompt": "x", "temperature": 1e999}',
     "an integer too large": b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
-    "an integer of 64 bits": b'{"prompt": "x", "seed": 99999999999999999999}',
+    "an integer of 64 bits": b'{"model": 1, "prompt": "x", "seed": 99999999999999999999}',
     "nested too deep": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "objects too deep": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
     "a list": b"[1, 2]",
@@ -80,6 +81,47 @@ async def test_a_flood_of_connections_is_closed_without_a_word() -> None:
         for client in clients[2:]:
             client.leave()
         await until(lambda: len(running.server.edge.connections) == 2)
+
+
+@asynchronous
+async def test_one_address_does_not_take_all_connections() -> None:
+    async with serving(connections=100, address_connections=3) as running:
+        clients = [await running.client() for _ in range(3)]
+        for client in clients:
+            assert (await client.ask("GET", "/health/live")).status == 200
+        assert running.server.edge.addresses == {"127.0.0.1": 3}
+        refused = count(metrics.cut, "too many of one address")
+        more = await running.client()
+        answer = await more.answer()
+        assert answer.status == 503
+        assert answer.error["message"] == "Your address has 3 connections, as many as it may. Close some."
+        assert count(metrics.cut, "too many of one address") == refused + 1
+        for client in (more, *clients):
+            client.leave()
+        await until(lambda: not running.server.edge.addresses)
+        assert (await running.ask("GET", "/health/live")).status == 200
+
+
+@asynchronous
+async def test_the_unwanted_rest_of_a_body_is_read_at_a_pace_and_the_response_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(body_bytes=1000) as running:
+        client = await running.client()
+        long = request("POST", "/tokenize", b"x" * 8_000_000)
+        client.writer.write(long)
+        answer = await client.answer()
+        assert answer.status == 413
+        dropped = running.server.edge.dropped_until
+        await until(lambda: running.server.edge.dropped_until > dropped)
+        # One that is far ahead of its pace is not read: the kernel's buffers fill up.
+        monkeypatch.setattr(edge, "_DROPPED_PER_S", 1)
+        other = await running.client()
+        other.writer.write(long)
+        assert (await other.answer()).status == 413
+        await until(lambda: any(each._paused for each in running.server.edge.connections))
+        assert other.writer.transport.get_write_buffer_size() > 0
+        assert (await running.ask("GET", "/health/live")).status == 200
 
 
 @asynchronous
@@ -284,7 +326,7 @@ async def test_a_request_after_an_error_is_answered_on_the_same_connection() -> 
             (request("PROPFIND", "/v1/models"), 405),
             (request("POST", "/v1/chat/completions", smuggled), 400),
             (request("POST", "/v1/chat/completions", CHAT | {"model": "none"}), 404),
-            (request("POST", "/v1/chat/completions", CHAT | {"nonsense": 1}), 400),
+            (request("POST", "/v1/chat/completions", CHAT | {"max_token": 1}), 400),
         ):
             head, _, body = first.partition(b"\r\n\r\n")
             for pieces in ((first,), (head + b"\r\n\r\n", body)):

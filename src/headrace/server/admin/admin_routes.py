@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 
+from headrace.config import RequestLimits
 from headrace.config.tenant_section import AdminConfig, TenantConfig
 from headrace.gateway.accounts.account_records import KeyScope
-from headrace.gateway.accounts.admin_operations import Actor, AdminOperations, NewKey
+from headrace.gateway.accounts.admin_operations import Actor, AdminOperations, NewKey, page_of
 from headrace.gateway.accounts.audit_log import audit_row_json
 from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.accounts.key_secrets import hidden, holds_secret
@@ -25,16 +26,17 @@ from headrace.gateway.database import ListPage
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.admin_usage import UsageExport, UsageFilters
-from headrace.server.http.api_call import ApiCall, Response
+from headrace.server.http.api_call import LOCAL, ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable, parse_body_object, parse_parameters
+from headrace.server.http.client_address import is_from_here
 
 if TYPE_CHECKING:
     from headrace.server.http.route_table import Route
 
 log: Final = structlog.stdlib.get_logger("headrace.admin")
 
-LOCAL: Final = "headrace.local"  # marks the ASGI scope of calls on the admin socket
 _LOCAL_CALLER: Final = IdentifiedCaller(key="local", admin="write")
+_LOCAL_READER: Final = IdentifiedCaller(key="local", admin="read")
 _BODY_S: Final = 30.0  # timeout of a request body
 _DAY: Final = 86_400.0  # seconds
 
@@ -59,47 +61,63 @@ class AdminRoutes:
         tenant, key = "/admin/v1/tenants/{tenant}", "/admin/v1/keys/{key}"
         fast = "/admin/v1/fast"
         return (
-            self._route(
+            self.route(
                 "GET", "/admin/v1/epoch", self._epoch, "Show the version of the account records that this gateway has."
             ),
-            self._route("GET", "/admin/v1/tenants", self._list_tenants, "List tenants."),
-            self._route("POST", "/admin/v1/tenants", self._create_tenant, "Create a tenant.", tables.TENANT),
-            self._route("GET", tenant, self._tenant, "Show a tenant."),
-            self._route("PATCH", tenant, self._change_tenant, "Change a tenant.", tables.TENANT_CHANGE),
-            self._route("DELETE", tenant, self._delete_tenant, "Delete a tenant and revoke its keys."),
-            self._route("GET", f"{tenant}/limits", self._limits, "Show a tenant's limits."),
-            self._route("PUT", f"{tenant}/limits", self._set_limits, "Replace a tenant's limits.", tables.LIMITS),
-            self._route("GET", f"{tenant}/budgets", self._budgets, "Show a tenant's budgets."),
-            self._route("PUT", f"{tenant}/budgets", self._set_budgets, "Replace a tenant's budgets.", tables.BUDGETS),
-            self._route("GET", "/admin/v1/keys", self._list_keys, "List keys."),
-            self._route(
+            self.route("GET", "/admin/v1/tenants", self._list_tenants, "List tenants."),
+            self.route("POST", "/admin/v1/tenants", self._create_tenant, "Create a tenant.", tables.TENANT),
+            self.route("GET", tenant, self._tenant, "Show a tenant."),
+            self.route("PATCH", tenant, self._change_tenant, "Change a tenant.", tables.TENANT_CHANGE),
+            self.route("DELETE", tenant, self._delete_tenant, "Delete a tenant and revoke its keys."),
+            self.route("GET", f"{tenant}/limits", self._limits, "Show a tenant's limits."),
+            self.route("PUT", f"{tenant}/limits", self._set_limits, "Replace a tenant's limits.", tables.LIMITS),
+            self.route("GET", f"{tenant}/budgets", self._budgets, "Show a tenant's budgets."),
+            self.route("PUT", f"{tenant}/budgets", self._set_budgets, "Replace a tenant's budgets.", tables.BUDGETS),
+            self.route("GET", "/admin/v1/keys", self._list_keys, "List keys."),
+            self.route(
                 "POST", "/admin/v1/keys", self._create_key, "Create a key. Its secret is shown only once.", tables.KEY
             ),
-            self._route("GET", key, self._key, "Show a key."),
-            self._route("DELETE", key, self._revoke_key, "Revoke a key."),
-            self._route("POST", f"{key}/rotate", self._rotate_key, "Replace the secret of a key.", tables.ROTATE),
-            self._route("GET", "/admin/v1/usage", self._export, "Export usage as CSV or JSON."),
-            self._route(
+            self.route("GET", key, self._key, "Show a key."),
+            self.route("DELETE", key, self._revoke_key, "Revoke a key."),
+            self.route("POST", f"{key}/rotate", self._rotate_key, "Replace the secret of a key.", tables.ROTATE),
+            self.route(
+                "GET", "/admin/v1/budgets", self._budget_list, "List spent, reserved and remaining amounts of budgets."
+            ),
+            self.route("GET", "/admin/v1/usage", self._export, "Export usage as CSV or JSON."),
+            self.route(
                 "POST",
                 "/admin/v1/cache/invalidate",
                 self._invalidate,
                 "Invalidate entries of the response caches.",
                 tables.INVALIDATE,
             ),
-            self._route("GET", fast, self._fast, "List where fast mode is set."),
-            self._route("PUT", fast, self._set_fast, "Set fast mode for all tenants.", tables.FAST),
-            self._route("DELETE", fast, self._clear_fast, "Clear fast mode for all tenants."),
-            self._route("PUT", f"{fast}/{{tenant}}", self._set_fast, "Set fast mode for a tenant.", tables.FAST),
-            self._route("DELETE", f"{fast}/{{tenant}}", self._clear_fast, "Clear fast mode for a tenant."),
-            self._route("GET", "/admin/v1/audit", self._audit, "Show the audit log."),
+            self.route("GET", fast, self._fast, "List where fast mode is set."),
+            self.route("PUT", fast, self._set_fast, "Set fast mode for all tenants.", tables.FAST),
+            self.route("DELETE", fast, self._clear_fast, "Clear fast mode for all tenants."),
+            self.route("PUT", f"{fast}/{{tenant}}", self._set_fast, "Set fast mode for a tenant.", tables.FAST),
+            self.route("DELETE", f"{fast}/{{tenant}}", self._clear_fast, "Clear fast mode for a tenant."),
+            self.route("GET", "/admin/v1/audit", self._audit, "Show the audit log."),
         )
 
-    def _route(self, method: str, path: str, work: Work, about: str, table: ParameterTable | None = None) -> Route:
+    def route(
+        self,
+        method: str,
+        path: str,
+        work: Work,
+        about: str,
+        table: ParameterTable | None = None,
+        *,
+        open_here: bool = False,
+    ) -> Route:
+        """Return a route for administrators. What `work` returns becomes the response, unless it is None.
+
+        `open_here`: a server without keys serves it to clients on this machine, too.
+        """
         from headrace.server.http.route_table import Route
 
         async def handler(call: ApiCall) -> None:
             call.headers = {name: value for name, value in call.headers.items() if name != "origin"}
-            call.caller = self._admitted(call)
+            call.caller = self._admitted(call, open_here=open_here)
             if holds_secret(f"{call.scope['path']} {call.scope['query_string'].decode('latin-1')}"):
                 raise _misplaced_secret_error()
             found = await work(call)
@@ -111,13 +129,15 @@ class AdminRoutes:
         # Open, because the application would otherwise ask for a key before it answers 404.
         return Route(method, path, handler, about, table, open=True, listed=self._listed)
 
-    def _admitted(self, call: ApiCall) -> IdentifiedCaller:
+    def _admitted(self, call: ApiCall, *, open_here: bool) -> IdentifiedCaller:
         if call.scope.get(LOCAL) is True:
             return _LOCAL_CALLER
         directory = self._operations.directory
+        if open_here and not directory.needed and is_from_here(call.scope.get("client")):
+            return _LOCAL_READER
         if not directory.administered:
             raise unknown_url(directory.hidden(call.scope["path"]))
-        caller = directory.identify(call.headers)
+        call.caller = caller = directory.identify(call.headers)  # calls that are refused count too
         if caller.admin is None:
             raise ApiError("This API key has no access to the admin API.", kind="permission_error", code="no_admin")
         if caller.admin != "write" and call.scope["method"] not in ("GET", "HEAD"):
@@ -129,7 +149,7 @@ class AdminRoutes:
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
             raise _misplaced_secret_error()
-        values = {} if empty and not body else parse_body_object(body)
+        values = {} if empty and not body else parse_body_object(body, RequestLimits())
         if not tables.is_utf8(values):
             raise invalid_request("The body contains invalid Unicode.", code="invalid_value")
         return parse_parameters(values, table)
@@ -247,13 +267,10 @@ class AdminRoutes:
         parameters = tables.query(call, tables.USAGE)
         if "by" in parameters:
             parameters["by"] = tables.dimensions(parameters["by"])
-        if self._usage is None:
-            raise ApiError(
-                "This server keeps no usage ledger. Set ledger.keeps to on.", kind="not_found_error", code="no_ledger"
-            )
+        usage = self._kept_usage()
         filters = UsageFilters(**parameters)
         most, pieces, length = self._config.export_bytes, list[bytes](), 0
-        async for piece in self._usage.usage(filters):
+        async for piece in usage.usage(filters):
             length += len(piece)
             if length > most:
                 raise ApiError(
@@ -269,6 +286,28 @@ class AdminRoutes:
             for piece in pieces:
                 await call.write(piece)
         await call.write(b"", more=False)
+
+    async def _budget_list(self, call: ApiCall) -> dict[str, Any]:
+        """A page is of tenants; each has all its budgets."""
+        parameters = tables.page_query(call, tenant=str)
+        usage = self._kept_usage()
+        directory = self._operations.directory
+        if (tenant := parameters.get("tenant")) is not None:
+            self._operations.tenant(tenant)  # an unknown one is an error
+            names = [tenant]
+        else:
+            names = [name for name in directory.tenants() if directory.settings_of(name).budgets]
+        page = page_of(sorted(names), parameters.get("after"), parameters["limit"])
+        found = await usage.budgets({name: directory.settings_of(name).budgets for name in page.data})
+        last = page.data[-1] if page.data else None
+        return {"object": "list", **found, "last_id": last, "has_more": page.has_more}
+
+    def _kept_usage(self) -> UsageExport:
+        if self._usage is None:
+            raise ApiError(
+                "This server keeps no usage ledger. Set ledger.keeps to on.", kind="not_found_error", code="no_ledger"
+            )
+        return self._usage
 
     async def _invalidate(self, call: ApiCall) -> dict[str, Any]:
         given = await self._given(call, tables.INVALIDATE)

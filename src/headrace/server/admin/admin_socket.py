@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.errors import HeadraceError
-from headrace.server.admin.admin_routes import LOCAL
+from headrace.server.http.api_call import LOCAL
 from headrace.server.http.edge import Application, Connection, ConnectionBounds, Edge
 
 _WAITING: Final = 64  # backlog of pending connections

@@ -9,12 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config import Weight
-from headrace.config.tenant_section import BudgetConfig, CachesConfig, Rights, TenantConfig
+from headrace.config.tenant_section import BudgetConfig, BudgetFailMode, CachesConfig, Rights, TenantConfig
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.ledger.ledger_store import Dimension
 from headrace.gateway.limits.limit_scopes import LimitSet
 from headrace.server.http.api_call import ApiCall
-from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value, unknown_parameter
+from headrace.server.http.body_parameters import Parameter, ParameterTable, convert_value
+from headrace.server.http.unknown_fields import unknown_parameter
 from headrace.surfaces import SURFACES
 
 MOST_LISTED: Final = 1000
@@ -53,7 +54,12 @@ _SETTINGS: Final[ParameterTable] = {
     **_SCOPE,
     **LIMITS,
     "budgets": Parameter("Budgets by endpoint and by day or month.", _Budgets),
-    "fail": Parameter("When a shared store is down: open serves, closed rejects.", Literal["open", "closed"]),
+    "fail": Parameter("When the store of rate limits is down: open serves, closed rejects.", Literal["open", "closed"]),
+    "budget_fail": Parameter(
+        "When the ledger's store is down: lease serves what is leased of the budgets, open serves by the last sums, "
+        "closed rejects.",
+        BudgetFailMode,
+    ),
     "caches": Parameter("Modes of the response caches that differ from the server's.", CachesConfig),
     "ladder": Parameter("Whether responses may be degraded under pressure.", bool),
     "suspended": Parameter("Whether all requests are rejected.", bool),

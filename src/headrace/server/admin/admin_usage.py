@@ -1,6 +1,6 @@
-"""Usage exports of the admin API: their filters, and the export from the ledger.
+"""Usage and budgets in the admin API, read from the ledger.
 
-headrace.gateway.ledger.usage_export groups the sums and formats them.
+headrace.gateway.ledger.usage_export groups the sums and formats them; budget_report computes what is left.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
+from headrace.gateway.ledger.budget_report import BudgetLine, Budgets
 from headrace.gateway.ledger.ledger_store import Dimension, LedgerStore, UsageQuery
 from headrace.gateway.ledger.usage_export import usage_csv, usage_json
 
@@ -19,7 +20,7 @@ BY: Final[tuple[Dimension, ...]] = ("day", "tenant", "key", "endpoint", "model",
 
 
 class UsageFilters(msgspec.Struct, frozen=True, kw_only=True):
-    """Which usage to export, and the columns to group by."""
+    """Filters of the usage export, and the columns to group by."""
 
     tenant: str | None = None  # None: all tenants
     first_day: str = "0000-00-00"
@@ -33,6 +34,10 @@ class UsageExport(Protocol):
         """Yield the export in pieces: CSV with a heading, or one JSON object."""
         ...
 
+    async def budgets(self, budgets: Budgets) -> dict[str, Any]:
+        """Return what is spent, reserved and left of each, and the currency."""
+        ...
+
 
 class UsageLedger(Protocol):
     """The part of the ledger that an export needs."""
@@ -41,18 +46,32 @@ class UsageLedger(Protocol):
 
     async def flush(self) -> None: ...
 
+    async def budget_lines(self, budgets: Budgets) -> list[BudgetLine]: ...
+
 
 class LedgerUsage:
-    def __init__(self, ledger: UsageLedger, *, flush_s: float = 2.0) -> None:
+    def __init__(self, ledger: UsageLedger, *, currency: str = "", flush_s: float = 2.0) -> None:
         """`flush_s`: how long to wait for recent charges to be stored; after that the export omits them."""
+        self._currency = currency
         self._ledger = ledger
         self._flush_s = flush_s
 
     async def usage(self, filters: UsageFilters) -> AsyncIterator[bytes]:
+        await self._flush()
+        query = UsageQuery(filters.by, filters.first_day, filters.last_day, filters.tenant)
+        if filters.format == "csv":
+            pieces = usage_csv(self._ledger.store, query)
+        else:
+            pieces = usage_json(self._ledger.store, query, currency=self._currency)
+        async for piece in pieces:
+            yield piece
+
+    async def budgets(self, budgets: Budgets) -> dict[str, Any]:
+        await self._flush()
+        lines = await self._ledger.budget_lines(budgets)
+        return {"currency": self._currency, "data": msgspec.to_builtins(lines)}
+
+    async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._flush_s):
                 await self._ledger.flush()
-        query = UsageQuery(filters.by, filters.first_day, filters.last_day, filters.tenant)
-        pieces = (usage_csv if filters.format == "csv" else usage_json)(self._ledger.store, query)
-        async for piece in pieces:
-            yield piece

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.config import Config
 from headrace.gateway.accounts.account_services import AccountServices
-from headrace.server.admin.admin_routes import AdminRoutes
+from headrace.server.admin.admin_routes import AdminRoutes, Work
 from headrace.server.admin.admin_socket import AdminSocket
 from headrace.server.admin.admin_usage import UsageExport
 from headrace.server.http.edge import Application, ConnectionBounds
@@ -16,12 +16,17 @@ from headrace.server.http.route_table import Route
 class Administration:
     def __init__(self, config: Config, accounts: AccountServices, usage: UsageExport | None) -> None:
         self._config = config
+        self.usage = usage
         listed = accounts.directory.administered or bool(config.admin.socket)
         self._routes = AdminRoutes(accounts.operations, config.admin, usage=usage, listed=listed)
         self._socket: AdminSocket | None = None
 
     def routes(self) -> tuple[Route, ...]:
         return self._routes.routes()
+
+    def route(self, method: str, path: str, work: Work, about: str, *, open_here: bool = False) -> Route:
+        """Return a route of the admin API that is defined elsewhere."""
+        return self._routes.route(method, path, work, about, open_here=open_here)
 
     async def start(self, application: Application) -> None:
         """SocketError where the socket cannot be created."""

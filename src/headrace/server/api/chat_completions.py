@@ -29,12 +29,12 @@ from headrace.gateway.requests.text_request import (
 )
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.common_parameters import (
-    AUDIO,
     EXTRAS,
-    HOSTED,
     MODEL,
+    REASONING,
     SAMPLING,
     STREAM,
+    TRUNCATION,
     build_sampling,
     check_count,
     check_min_tokens,
@@ -43,11 +43,14 @@ from headrace.server.api.common_parameters import (
     guided_parameter,
     json_schema_grammar,
     parse_stops,
+    read_thinking,
     select_grammar,
 )
+from headrace.server.api.foreign_parameters import CHAT, with_foreign
 from headrace.server.api.text_endpoint import Dialect, text_route
 from headrace.server.api.tool_parameters import (
     ToolName,
+    check_allowed_tools,
     check_has_tools,
     check_named_tool,
     check_tools,
@@ -56,6 +59,7 @@ from headrace.server.api.tool_parameters import (
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 from headrace.server.http.route_table import Route
+from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
 
 class ChatContentPart(Struct, forbid_unknown_fields=True):
@@ -93,6 +97,7 @@ class ChatInputMessage(Struct, forbid_unknown_fields=True):
     audio: Any = None
     annotations: list[Any] | None = None
     function_call: Any = None
+    prefix: Literal[False] | None = None  # true would continue this message, which is not supported
 
 
 class ChatFunction(Struct, forbid_unknown_fields=True):
@@ -111,9 +116,25 @@ class ChatFunctionName(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ChatToolChoice(Struct, forbid_unknown_fields=True):
+class ChatToolChoiceFunction(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    function: ChatFunctionName
+
+
+class ChatAllowedTool(Struct, forbid_unknown_fields=True):
     type: Literal["function"]
     function: ChatFunctionName
+
+
+class ChatAllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[ChatAllowedTool]
+
+
+class ChatToolChoiceAllowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    allowed_tools: ChatAllowedTools
+
+
+ChatToolChoice = Literal["auto", "none", "required"] | ChatToolChoiceFunction | ChatToolChoiceAllowed
 
 
 class ChatSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -126,27 +147,37 @@ class ChatSchemaFormat(Struct, forbid_unknown_fields=True):
 class ChatResponseFormat(Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: ChatSchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # as llama.cpp and Together take it, with any type but text
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
-CHAT_PARAMETERS: Final[ParameterTable] = {
+class Prediction(Struct, forbid_unknown_fields=True):
+    type: Literal["content"]
+    content: str | list[ChatContentPart]
+
+
+_PARAMETERS: Final[ParameterTable] = {
     "model": MODEL,
     "messages": Parameter(
-        "Messages of the conversation.", Annotated[list[ChatInputMessage], Meta(min_length=1)], required=True
+        "Messages of the conversation.",
+        Annotated[list[ChatInputMessage], Meta(min_length=1)],
+        required=True,
+        limit="messages",
     ),
     "max_completion_tokens": Parameter("Maximum tokens of an answer, including reasoning.", Annotated[int, Meta(ge=1)]),
     "max_tokens": Parameter("Older name of max_completion_tokens.", Annotated[int, Meta(ge=1)]),
     **SAMPLING,
     "logprobs": Parameter("Returns the log-probabilities of the answer's tokens.", bool),
     "top_logprobs": Parameter("Number of most likely tokens to return at each position.", Annotated[int, Meta(ge=0)]),
-    "tools": Parameter("Functions that the model may call.", list[ChatTool]),
+    "tools": Parameter("Functions that the model may call.", list[ChatTool], limit="tools"),
     "tool_choice": Parameter(
-        "auto, none, required, or a function that the model must call.",
-        Literal["auto", "none", "required"] | ChatToolChoice,
+        "auto, none, required, a function that the model must call, or allowed_tools: a subset of the tools.",
+        ChatToolChoice,
     ),
     "parallel_tool_calls": Parameter("Allows several calls in one answer.", bool),
     "response_format": Parameter(
@@ -154,48 +185,58 @@ CHAT_PARAMETERS: Final[ParameterTable] = {
     ),
     "stream": STREAM["stream"],
     "stream_options": Parameter("include_usage: sends a last chunk with the usage.", StreamOptions),
-    "reasoning_effort": Parameter(
-        "none: a model that can reason answers without reasoning. Any other value: it reasons first.",
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    **REASONING,
+    "prediction": Parameter(
+        "Text that much of the answer may repeat. The engine uses it as draft tokens; the answer stays the same.",
+        Prediction,
     ),
     **EXTRAS,
-    **HOSTED,
-    **AUDIO,
+    **CHAT,
+    "truncation": TRUNCATION,
     "functions": Parameter("", unsupported="use `tools`"),
     "function_call": Parameter("", unsupported="use `tool_choice`"),
 }
+CHAT_PARAMETERS: Final = with_foreign(_PARAMETERS)
 
 
-def read_chat_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    return build_chat_request(parse_body(body, CHAT_PARAMETERS), headers, limits)
+def read_chat_request(
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> TextRequest:
+    return build_chat_request(parse_body(body, CHAT_PARAMETERS, limits, unknown), headers, limits)
 
 
 def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """Build a request from parameters that the table has converted."""
     tools = _read_tools(given.get("tools") or [], limits)
-    choosing, only = _read_tool_choice(given.get("tool_choice"), tools)
+    choosing, only, allowed = _read_tool_choice(given.get("tool_choice"), tools)
     check_stream_options(given)
     options: StreamOptions | None = given.get("stream_options")
     max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
     check_min_tokens(given, max_tokens)
     n = check_count("n", given.get("n", 1), limits.choices)
-    effort = given.get("reasoning_effort")
+    think, hints = read_thinking(given)
+    prediction: Prediction | None = given.get("prediction")
     return TextRequest(
         model=given.get("model", ""),
         messages=template_messages(given["messages"], limits),
         tools=tools,
         choosing=choosing,
         only_tool=only,
+        allowed_tools=allowed,
         parallel_calls=given.get("parallel_tool_calls", True),
         grammar=_read_grammar(given),
         grammar_of=guided_parameter(given) or "response_format",
-        think=None if effort is None else effort != "none",
-        sampling=_read_sampling(given, limits),
+        think=think,
+        show_reasoning=given.get("include_reasoning", True),
+        template_hints=hints,
+        prediction="" if prediction is None else join_content(prediction.content, "prediction"),
+        sampling=read_sampling(given, limits),
         max_tokens=max_tokens,
         stop=parse_stops(given.get("stop"), limits),
         n=n,
         stream=given.get("stream", False),
         include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
         **extra_fields(given, headers),
     )
 
@@ -211,7 +252,7 @@ def _template_message(message: ChatInputMessage, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": join_content(message.content, where)}
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid_request(f"'{where}' has the role tool but no tool_call_id.", f"{where}.tool_call_id")
-    if message.content is None and not message.tool_calls and message.refusal is None:
+    if message.content is None and message.role != "assistant":
         raise invalid_request(f"'{where}' has no content.", f"{where}.content")
     if message.content is None and message.refusal is not None:
         plain["content"] = message.refusal
@@ -262,22 +303,29 @@ def _read_tools(tools: Sequence[ChatTool], limits: RequestLimits) -> tuple[Tool,
     )
 
 
-def _read_tool_choice(choice: str | ChatToolChoice | None, tools: Sequence[Tool]) -> tuple[ToolChoiceMode, str | None]:
-    """Return the mode, and the tool that must be called if it must be a particular one."""
+def _read_tool_choice(
+    choice: ChatToolChoice | None, tools: Sequence[Tool]
+) -> tuple[ToolChoiceMode, str | None, tuple[str, ...] | None]:
+    """Return the mode, the tool that must be called if it must be a particular one, and those that may be called."""
     if choice is None or choice == "auto":
-        return "auto", None
+        return "auto", None, None
     if choice == "none":
-        return "none", None
+        return "none", None, None
     check_has_tools(tools)
-    if isinstance(choice, ChatToolChoice):
-        return "required", check_named_tool(choice.function.name, tools)
-    return "required", None
+    if isinstance(choice, ChatToolChoiceFunction):
+        return "required", check_named_tool(choice.function.name, tools), None
+    if isinstance(choice, ChatToolChoiceAllowed):
+        allowed = choice.allowed_tools
+        return allowed.mode, None, check_allowed_tools([each.function.name for each in allowed.tools], tools)
+    return "required", None, None
 
 
 def _read_grammar(given: Mapping[str, Any]) -> Grammar | None:
     format: ChatResponseFormat | None = given.get("response_format")
     grammar: Grammar | None = None
-    if format is not None and format.type == "json_object":
+    if format is not None and format.schema is not None and format.type != "text":
+        grammar = json_schema_grammar(format.schema)
+    elif format is not None and format.type == "json_object":
         grammar = Grammar("json_object")
     elif format is not None and format.type == "json_schema":
         if format.json_schema is None or format.json_schema.schema is None:
@@ -289,7 +337,7 @@ def _read_grammar(given: Mapping[str, Any]) -> Grammar | None:
     return select_grammar(given, grammar, "response_format")
 
 
-def _read_sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
+def read_sampling(given: Mapping[str, Any], limits: RequestLimits) -> SamplingParams:
     top = given.get("top_logprobs")
     if top is not None:
         if not given.get("logprobs"):
@@ -305,7 +353,7 @@ def chat_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
         **_head(exchange, "chat.completion"),
         "choices": [_choice(choice) for choice in choices],
-        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.text_request.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_field(exchange),
     }
@@ -313,7 +361,7 @@ def chat_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
 
 def metadata_field(exchange: Exchange) -> dict[str, Any]:
     """Return the request's metadata as a field of the answer, if it has any."""
-    return {"metadata": dict(exchange.asked.metadata)} if exchange.asked.metadata else {}
+    return {"metadata": dict(exchange.text_request.metadata)} if exchange.text_request.metadata else {}
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
@@ -353,7 +401,7 @@ def chat_usage(usage: TokenUsage) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
-            # These count `prediction`, which is unsupported. The client does not pay for the engine's draft tokens.
+            # The client does not pay for draft tokens, whether they come from `prediction` or from the engine.
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },
@@ -379,20 +427,28 @@ class ChunkStream:
         self._head = head
         self._encode = msgspec.json.Encoder().encode
         # The head is most of a chunk, so it is encoded once.
-        usage = b',"usage":null' if exchange.asked.include_usage else b""
+        usage = b',"usage":null' if exchange.text_request.include_usage else b""
         self._before = b"data: " + self._encode(head)[:-1] + b',"choices":['
         self._after = b"]" + usage + b"}\n\n"
         self._usages: dict[int, TokenUsage] = {}
+        self._is_continuous = exchange.text_request.include_usage and exchange.text_request.continuous_usage
+        self._output_tokens = 0
+
+    def _count(self, piece: ChoiceDelta) -> None:
+        """Put the usage so far into the chunks that follow."""
+        self._output_tokens += piece.tokens
+        usage = TokenUsage(self._exchange.prompt_tokens, self._output_tokens)
+        self._after = b'],"usage":' + self._encode(chat_usage(usage)) + b"}\n\n"
 
     def end(self) -> bytes:
         exchange = self._exchange
         last = b""
-        if exchange.asked.include_usage:
+        if exchange.text_request.include_usage:
             usages = [self._usages[index] for index in sorted(self._usages)]
             chunk: dict[str, Any] = {
                 **self._head,
                 "choices": [],
-                "usage": chat_usage(combine_usages(usages, exchange.asked.n)),
+                "usage": chat_usage(combine_usages(usages, exchange.text_request.n)),
                 "headrace": exchange.report(usages),
                 **metadata_field(exchange),
             }
@@ -408,19 +464,23 @@ class ChunkStream:
         return b"data: " + self._encode(error.openai()) + b"\n\n"
 
 
+_TEXT_END: Final = b'},"logprobs":null,"finish_reason":null}'
+
+
 class ChatStream(ChunkStream):
     """Writes the chunks of one chat as server-sent events."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, _head(exchange, "chat.completion.chunk"))
         self._text_prefixes: dict[int, bytes] = {}  # the bytes before a token's text, by choice
-        self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._after
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(index, first) for index in range(self._exchange.asked.n))
+        return b"".join(self._chunk(index, first) for index in range(self._exchange.text_request.n))
 
     def piece(self, piece: ChoiceDelta) -> bytes:
+        if self._is_continuous:
+            self._count(piece)
         if piece.content and not (piece.calls or piece.reasoning or piece.logprobs is not None or piece.finish):
             # Fast path for nearly every token: the same bytes as below, without building objects.
             before = self._text_prefixes.get(piece.index)
@@ -428,7 +488,7 @@ class ChatStream(ChunkStream):
                 before = self._text_prefixes[piece.index] = (
                     self._before + b'{"index":%d,"delta":{"content":' % piece.index
                 )
-            return before + self._encode(piece.content) + self._text_suffix
+            return before + self._encode(piece.content) + _TEXT_END + self._after
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

@@ -1,4 +1,4 @@
-"""Parameters that several endpoints share: sampling, streaming, Headrace's extensions and hosted-only parameters.
+"""Parameters that several endpoints share: sampling, streaming, reasoning and Headrace's extensions.
 
 Holds their tables and converts them to the engine's types. Six extensions may also come as `x-headrace-*` headers, for
 clients that cannot add fields to a body; the body takes precedence. Does not know any dialect.
@@ -23,9 +23,9 @@ from headrace.server.http.body_parameters import (
     Parameter,
     ParameterTable,
     invalid_value,
-    unknown_parameter,
     unsupported_parameter,
 )
+from headrace.server.http.unknown_fields import STRICT_HEADER, unknown_parameter
 from headrace.surfaces import MOST_PRIORITY, SURFACES
 
 Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
@@ -33,6 +33,9 @@ Milliseconds = Annotated[float, Meta(gt=0, le=86_400_000)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 MOST_SEED: Final = 2**63 - 1
 MOST_SOURCES: Final = 256  # in one request, before the best of them are selected
+MOST_BIASES: Final = 1024  # tokens with a logit bias
+MOST_STOP_IDS: Final = 1024
+MOST_GUIDED_CHOICES: Final = 1024
 
 MODEL: Final = Parameter("Model to use. Default: the configured model.", str)
 
@@ -48,7 +51,7 @@ SAMPLING: Final = {
     "seed": Parameter(
         "Seed for sampling. The same seed gives the same answer.", Annotated[int, Meta(ge=-MOST_SEED - 1, le=MOST_SEED)]
     ),
-    "stop": Parameter("Strings that end an answer. The answer does not include them.", Stop | list[Stop]),
+    "stop": Parameter("Strings that end an answer. The answer does not include them.", Stop | list[Stop], limit="stop"),
     "frequency_penalty": Parameter(
         "Subtracted from a token's logit for each time it occurs in the answer.", Annotated[float, Meta(ge=-2, le=2)]
     ),
@@ -56,13 +59,16 @@ SAMPLING: Final = {
         "Subtracted from a token's logit once it occurs in the answer.", Annotated[float, Meta(ge=-2, le=2)]
     ),
     "logit_bias": Parameter(
-        "Values to add to the logits of tokens, by token id.", dict[str, Annotated[float, Meta(ge=-100, le=100)]]
+        "Values to add to the logits of tokens, by token id.",
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MOST_BIASES)],
     ),
 }
 
 STREAM: Final = {
     "stream": Parameter("Sends the answer as server-sent events while it is generated.", bool),
-    "stream_options": Parameter("include_usage: sends a last chunk with the usage.", dict[str, bool]),
+    "stream_options": Parameter(
+        "include_usage: sends a last chunk with the usage.", Annotated[dict[str, bool], Meta(max_length=16)]
+    ),
 }
 
 # Headrace's extensions, and those of other open servers.
@@ -76,12 +82,16 @@ EXTRAS: Final = {
         "Values above 1 make tokens that already occurred less likely.", Annotated[float, Meta(gt=0, le=100)]
     ),
     "min_tokens": Parameter("Minimum tokens in an answer.", Annotated[int, Meta(ge=0)]),
-    "stop_token_ids": Parameter("Token ids that end an answer.", list[Annotated[int, Meta(ge=0)]]),
+    "stop_token_ids": Parameter(
+        "Token ids that end an answer.", Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MOST_STOP_IDS)]
+    ),
     "ignore_eos": Parameter("Continues past the model's end-of-sequence token.", bool),
     "chat_template_kwargs": Parameter("Additional variables for the chat template.", dict[str, Any]),
     "guided_regex": Parameter("Constrains the answer to a regular expression.", str),
     "guided_grammar": Parameter("Constrains the answer to a Lark grammar.", str),
-    "guided_choice": Parameter("Constrains the answer to one of these strings.", list[str]),
+    "guided_choice": Parameter(
+        "Constrains the answer to one of these strings.", Annotated[list[str], Meta(max_length=MOST_GUIDED_CHOICES)]
+    ),
     "guided_json": Parameter("Constrains the answer to a JSON schema.", dict[str, Any] | str),
     "deadline_ms": Parameter(
         "Time limit in milliseconds from the request's arrival. The answer ends there with what was generated.",
@@ -93,9 +103,12 @@ EXTRAS: Final = {
         "Requests with a higher priority run first within a tenant.",
         Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)],
     ),
+    "cache_prompt": Parameter("false: the same as cache: off.", bool),
     "cache": Parameter("off: computes the prompt anew and neither reads nor fills a cache.", Literal["on", "off"]),
     "degrade": Parameter("Degradation allowed under pressure: on, off, or a list of steps.", DegradeMode),
-    "sources": Parameter("Texts to base the answer on, each with an id.", list[SourceField]),
+    "sources": Parameter(
+        "Texts to base the answer on, each with an id.", Annotated[list[SourceField], Meta(max_length=MOST_SOURCES)]
+    ),
     "overflow": Parameter(
         "What to do with a conversation that is too long: refuse, drop or summarise.",
         Literal["refuse", "drop", "summarise"],
@@ -104,6 +117,11 @@ EXTRAS: Final = {
     "safety_identifier": Parameter("Newer name of user.", Annotated[str, Meta(max_length=512)]),
     "metadata": Parameter("Pairs of strings that the answer repeats.", Annotated[dict[str, str], Meta(max_length=16)]),
 }
+# OpenAI's name, of the endpoints whose conversations can be shortened.
+TRUNCATION: Final = Parameter(
+    "auto: drops the oldest messages of a conversation that is too long, as overflow: drop does.",
+    Literal["auto", "disabled"],
+)
 _HEADER_PREFIX: Final = "x-headrace-"
 _HEADERS: Final = {
     _HEADER_PREFIX + name.replace("_", "-"): name
@@ -113,27 +131,50 @@ _RESERVED_TEMPLATE_NAMES: Final = ("messages", "tools", "add_generation_prompt")
 
 _GUIDES: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
-# Parameters that only OpenAI's hosted service has.
-HOSTED: Final = {
-    "store": Parameter("", unsupported="only /v1/responses stores answers", no_op_values=(False,)),
-    "service_tier": Parameter("", unsupported="use `priority` and `surface`", no_op_values=("auto", "default")),
-    "prompt_cache_key": Parameter("Accepted and ignored: the prefix cache finds common prefixes without it.", str),
-    "prompt_cache_retention": Parameter(
-        "", unsupported="the prefix cache keeps prefixes as long as it has room", no_op_values=("in_memory",)
+
+# What other open servers and hosted services call the model's reasoning, for /v1/chat/completions.
+class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None  # not enforced: reasoning counts toward max_tokens
+
+
+REASONING: Final = {
+    "reasoning_effort": Parameter(
+        "none: a model that can reason answers without reasoning. Any other value: it reasons first, and its chat "
+        "template gets the value.",
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
     ),
-    "prompt_cache_options": Parameter(
-        "", unsupported="the prefix cache finds common prefixes without breakpoints and evicts the least recently used"
+    "thinking": Parameter("type: enabled or disabled. Whether a model that can reason does so.", ThinkingConfig),
+    "think": Parameter(
+        "Whether a model that can reason does so, or how much: low, medium or high.",
+        bool | Literal["low", "medium", "high"],
     ),
-    "prediction": Parameter("", unsupported="the engine makes its own draft tokens"),
-    "verbosity": Parameter("", unsupported="the models served here have no such setting", no_op_values=("medium",)),
-    "web_search_options": Parameter("", unsupported="this server has no web search"),
-    "moderation": Parameter("", unsupported="this server has no moderation"),
+    "enable_thinking": Parameter("Whether a model that can reason does so.", bool),
+    "include_reasoning": Parameter("false: leaves the reasoning out of the answer.", bool),
+    "verbosity": Parameter(
+        "How long answers should be. The chat template gets the value; most models ignore it.",
+        Literal["low", "medium", "high"],
+    ),
 }
 
-AUDIO: Final = {
-    "modalities": Parameter("", unsupported="models write text only", no_op_values=(["text"],)),
-    "audio": Parameter("", unsupported="models write text only"),
-}
+
+def read_thinking(given: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any]]:
+    """Return whether the model reasons first, None if it decides itself, and hints for the chat template."""
+    hints: dict[str, Any] = {}
+    effort = given.get("reasoning_effort")
+    think: bool | None = None if effort is None else effort != "none"
+    thinking: ThinkingConfig | None = given.get("thinking")
+    if think is None and thinking is not None and thinking.type in ("enabled", "disabled"):
+        think = thinking.type == "enabled"
+    level = given.get("think", given.get("enable_thinking"))
+    if think is None and level is not None:
+        think = level is not False
+        effort = level if isinstance(level, str) else None
+    if effort not in (None, "none"):
+        hints["reasoning_effort"] = effort
+    if "verbosity" in given:
+        hints["verbosity"] = given["verbosity"]
+    return think, hints
 
 
 def check_count(name: str, count: int, most: int, *, least: int = 1) -> int:
@@ -170,8 +211,6 @@ def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
             raise invalid_request(f"'logit_bias' has the key '{key[:20]}'. Expected a token id.", "logit_bias")
         # OpenAI's clients use 100 for "always" and -100 for "never".
         biases[int(key)] = bias * 100 if abs(bias) == 100 else bias
-    if len(biases) > 1024:
-        raise invalid_request(f"'logit_bias' has {len(biases)} tokens. Expected at most 1,024.", "logit_bias")
     return biases
 
 
@@ -194,7 +233,7 @@ def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: Pa
     """Return the parameters with those that came as headers. ApiError for a header that the endpoint does not take."""
     merged = dict(given)
     for header, text in headers.items():
-        if not header.startswith(_HEADER_PREFIX):
+        if not header.startswith(_HEADER_PREFIX) or header == STRICT_HEADER:
             continue
         name = _HEADERS.get(header)
         if name is None or name not in table:
@@ -208,6 +247,8 @@ def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
     all_given = with_headers(given, headers, EXTRAS)
     own = {name: all_given[name] for name in _HEADERS.values() if name in all_given}
     deadline = own.pop("deadline_ms", None)
+    if given.get("cache_prompt") is False:
+        own.setdefault("cache", "off")
     return {
         **own,
         "deadline_s": None if deadline is None else deadline / 1000.0,
@@ -217,7 +258,7 @@ def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
         "template": _check_template(given.get("chat_template_kwargs") or {}),
         "seeded": given.get("seed") is not None,
         "sources": parse_sources(given.get("sources") or (), most=MOST_SOURCES),
-        "overflow": given.get("overflow"),
+        "overflow": given.get("overflow", "drop" if given.get("truncation") == "auto" else None),
         "user": given.get("safety_identifier", given.get("user")),
         "metadata": given.get("metadata") or {},
     }

@@ -5,7 +5,7 @@ Holds the endpoint's parameter table and the shapes of answers. A prompt is a te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
@@ -36,17 +36,23 @@ from headrace.server.api.common_parameters import (
     guided_parameter,
     parse_stops,
 )
+from headrace.server.api.foreign_parameters import with_foreign
 from headrace.server.api.text_endpoint import Dialect, text_route
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
 from headrace.server.http.route_table import Route
+from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
+_CHECKED_AT_ONCE: Final = 8192  # token ids; other threads may run in between
 DEFAULT_TOKENS: Final = 16  # OpenAI's default for max_tokens
 
-COMPLETION_PARAMETERS: Final[ParameterTable] = {
+_PARAMETERS: Final[ParameterTable] = {
     "model": MODEL,
     "prompt": Parameter("A text, token ids, or a list of either.", str | list[Any], required=True),
-    "max_tokens": Parameter("Maximum tokens of an answer. Default: 16.", Annotated[int, Meta(ge=0)]),
+    "max_tokens": Parameter(
+        "Maximum tokens of an answer. Default: 16. 0 with echo and logprobs: scores the prompt.",
+        Annotated[int, Meta(ge=0)],
+    ),
     **SAMPLING,
     "logprobs": Parameter("Number of most likely tokens to return at each position.", Annotated[int, Meta(ge=0)]),
     "echo": Parameter("Puts the prompt's text before the answer's.", bool),
@@ -56,10 +62,13 @@ COMPLETION_PARAMETERS: Final[ParameterTable] = {
     "best_of": Parameter("", unsupported="set `n` and choose among the answers", no_op_values=(1,)),
     "suffix": Parameter("", unsupported="the models served here do not fill in the middle", no_op_values=("",)),
 }
+COMPLETION_PARAMETERS: Final = with_foreign(_PARAMETERS)
 
 
-def read_completion_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    return build_completion_request(parse_body(body, COMPLETION_PARAMETERS), headers, limits)
+def read_completion_request(
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> TextRequest:
+    return build_completion_request(parse_body(body, COMPLETION_PARAMETERS, limits, unknown), headers, limits)
 
 
 def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
@@ -70,10 +79,10 @@ def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], 
     if logprobs is not None:
         check_count("logprobs", logprobs, limits.logprobs, least=0)
     echo = given.get("echo", False)
-    if given.get("max_tokens") == 0:
-        raise invalid_request("'max_tokens' must be at least 1. To score a prompt alone, use /v1/score.", "max_tokens")
     check_min_tokens(given, given.get("max_tokens", DEFAULT_TOKENS))
     n = check_count("n", given.get("n", 1), limits.choices)
+    if n > 1 and given.get("max_tokens") == 0:
+        raise invalid_request(f"'n' is {n} and 'max_tokens' is 0. Expected 1: nothing is generated.", "n")
     if n * len(prompts) > limits.prompts:
         raise invalid_request(
             f"'n' times the number of prompts is {n * len(prompts)}. Expected at most {limits.prompts}.", "n"
@@ -91,6 +100,7 @@ def build_completion_request(given: dict[str, Any], headers: Mapping[str, str], 
         prompt_logprobs=logprobs if echo else None,
         stream=given.get("stream", False),
         include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
         **extra_fields(given, headers),
     )
 
@@ -102,7 +112,7 @@ def parse_prompts(value: Any, name: str, most: int) -> list[str | list[int]]:
     if not isinstance(value, list) or not value:
         raise invalid_request(f"'{name}' must be a text, token ids, or a list of either, and must not be empty.", name)
     items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
-    if all(type(item) is int for item in items):
+    if _are_integers(items):
         return [_check_ids(items, name)]
     check_count(name, len(items), most)
     prompts: list[str | list[int]] = []
@@ -118,10 +128,17 @@ def parse_prompts(value: Any, name: str, most: int) -> list[str | list[int]]:
 
 
 def _check_ids(ids: Sequence[Any], name: str) -> list[int]:
-    for each in ids:
-        if type(each) is not int or each < 0:
-            raise invalid_request(f"'{name}' must contain token ids: integers from 0.", name)
+    if not _are_integers(ids) or any(min(piece) < 0 for piece in _pieces(ids)):
+        raise invalid_request(f"'{name}' must contain token ids: integers from 0.", name)
     return list(ids)
+
+
+def _are_integers(items: Sequence[Any]) -> bool:
+    return all(set(map(type, piece)) == {int} for piece in _pieces(items))
+
+
+def _pieces(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (items[start : start + _CHECKED_AT_ONCE] for start in range(0, len(items), _CHECKED_AT_ONCE))
 
 
 # Answers
@@ -139,7 +156,7 @@ def completion_body(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, 
             }
             for choice in choices
         ],
-        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.asked.n)),
+        "usage": chat_usage(combine_usages([choice.usage for choice in choices], exchange.text_request.n)),
         "headrace": exchange.report([choice.usage for choice in choices]),
         **metadata_field(exchange),
     }
@@ -163,7 +180,8 @@ def _logprobs(logprobs: Sequence[TokenLogprob] | None, offset: int) -> dict[str,
         offsets.append(offset)
         offset += len(each.shown)
     return {
-        "tokens": [each.text for each in logprobs],
+        # Each token's part of the text, so that they join to it. A hidden token has none.
+        "tokens": [each.shown for each in logprobs],
         # The first token of a prompt has no log-probability.
         "token_logprobs": [each.logprob for each in logprobs],
         "top_logprobs": [None if each.logprob is None else _top_logprobs(each) for each in logprobs],
@@ -172,8 +190,12 @@ def _logprobs(logprobs: Sequence[TokenLogprob] | None, offset: int) -> dict[str,
 
 
 def _top_logprobs(each: TokenLogprob) -> dict[str, float]:
-    # Parts of characters share one text; the most likely token keeps it.
-    return {text: logprob for text, _, logprob in reversed(each.top)}
+    """Return the log-probabilities of the most likely tokens and of the chosen one, which may be one more."""
+    found = {} if each.logprob is None else {each.shown: each.logprob}
+    for text, raw, logprob in each.top:
+        if raw != each.bytes:
+            found.setdefault(text, logprob)  # parts of characters share one text; the most likely token keeps it
+    return found
 
 
 class CompletionStream(ChunkStream):
@@ -187,6 +209,8 @@ class CompletionStream(ChunkStream):
         return b""
 
     def piece(self, piece: ChoiceDelta) -> bytes:
+        if self._is_continuous:
+            self._count(piece)
         if piece.finish is not None:
             self._usages[piece.index] = piece.usage or TokenUsage()
         elif not piece.content and not piece.logprobs:

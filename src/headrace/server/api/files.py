@@ -1,4 +1,4 @@
-"""The store behind the Files API: what clients upload and batches write.
+"""The store behind the Files API: uploads of clients and results of batches.
 
 Holds the folder `files` in the storage folder, where a file is named by its id alone, and the table of files. Counts
 bytes while they arrive against the limits of one file and of all; an upload that fails leaves nothing behind. Does not
@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import string
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, TypeVar
 
@@ -80,7 +80,7 @@ async def on_disk(function: Callable[[], Result]) -> Result:
 
 
 class FileLimits(Protocol):
-    """config.Storage has them."""
+    """Limits, from config.Storage."""
 
     @property
     def file_bytes(self) -> int: ...  # of one upload
@@ -207,12 +207,12 @@ class FileStore:
     async def delete(self, id: str, tenant: str) -> None:
         await run_to_end(self._delete(id, tenant))
 
-    async def content(self, id: str, tenant: str) -> tuple[FileRecord, AsyncIterator[bytes]]:
+    async def content(self, id: str, tenant: str) -> tuple[FileRecord, AsyncGenerator[bytes]]:
         """Return the file's bytes in pieces, complete even if the file is deleted meanwhile."""
         record = await self.get(id, tenant)
         file = await on_disk(lambda: self.open(id))
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def pieces() -> AsyncGenerator[bytes]:
             try:
                 while piece := await on_disk(lambda: file.read(_READ)):
                     yield piece

@@ -9,6 +9,8 @@ Content blocks become messages for chat templates, and choices become content bl
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -36,6 +38,7 @@ from headrace.server.api.common_parameters import (
     check_count,
     extra_fields,
     json_schema_grammar,
+    read_thinking,
     select_grammar,
 )
 from headrace.server.api.messages_parameters import (
@@ -60,24 +63,36 @@ from headrace.server.api.messages_parameters import (
     ThinkingBlock,
     ThinkingDisabled,
     ThinkingEnabled,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
 from headrace.server.api.text_endpoint import Dialect, text_route
-from headrace.server.api.tool_parameters import check_has_tools, check_named_tool, check_tools, decode_arguments
+from headrace.server.api.tool_parameters import (
+    RAW_ARGUMENTS,
+    arguments_object,
+    check_has_tools,
+    check_named_tool,
+    check_tools,
+    leave_out_hosted_tools,
+    split_hosted_tools,
+)
 from headrace.server.endpoint_context import EndpointContext
-from headrace.server.http.api_call import ApiCall, Response
+from headrace.server.http.api_call import ANTHROPIC, ApiCall, Response
 from headrace.server.http.body_parameters import convert_value, parse_body, unsupported_parameter
-from headrace.server.http.route_table import ANTHROPIC, Route
+from headrace.server.http.route_table import Route
+from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
 # Headrace returns reasoning in full and takes it back unchanged, so there is nothing to sign.
 SIGNATURE: Final = "headrace"
-_RAW: Final = "_raw"  # key that holds a call's arguments if the model did not write a JSON object
+_TOOL_USE_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # after its prefix
 
 
-def read_message_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
-    given = parse_body(body, MESSAGE_PARAMETERS)
-    request = build_message_request(given, headers, limits)
+def read_message_request(
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> TextRequest:
+    given = parse_body(body, MESSAGE_PARAMETERS, limits, unknown)
+    request = build_message_request(given, headers, limits, unknown)
     assert request.messages is not None
     if request.messages[-1]["role"] == "assistant":
         path = f"messages[{len(given['messages']) - 1}]"
@@ -85,24 +100,29 @@ def read_message_request(body: bytes, headers: Mapping[str, str], limits: Reques
     return request
 
 
-def read_count_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def read_count_request(
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> TextRequest:
     """Read a request to `/v1/messages/count_tokens`, which has only a prompt."""
-    return build_message_request(parse_body(body, COUNT_TOKENS_PARAMETERS), headers, limits)
+    return build_message_request(parse_body(body, COUNT_TOKENS_PARAMETERS, limits, unknown), headers, limits, unknown)
 
 
-def build_message_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
+def build_message_request(
+    given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> TextRequest:
     """Build a request from parameters that one of the tables has converted."""
     stops = check_count("stop_sequences", len(given.get("stop_sequences", ())), limits.stop, least=0)
-    tools = _read_tools(given.get("tools", []), limits)
+    tools = _read_tools(given.get("tools", []), limits, unknown)
     choice: AnthropicToolChoice | None = given.get("tool_choice")
     choosing, only = _read_tool_choice(choice, tools)
     metadata: AnthropicMetadata | None = given.get("metadata")
+    thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = given.get("thinking")
     config: OutputConfig = given.get("output_config") or OutputConfig()
+    is_omitted = isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) and thinking.display == "omitted"
+    think, hints = read_thinking({name: value for name, value in given.items() if name != "thinking"})
     extras = {**given, "metadata": None, "user": None if metadata is None else metadata.user_id}
     if given.get("speed") == "fast":
         extras.setdefault("profile", "fast")
-    if config.effort is not None:
-        extras["chat_template_kwargs"] = {"reasoning_effort": config.effort, **given.get("chat_template_kwargs", {})}
     return TextRequest(
         model=given.get("model", ""),
         messages=_template_messages(given.get("system"), given["messages"], limits),
@@ -113,7 +133,9 @@ def build_message_request(given: dict[str, Any], headers: Mapping[str, str], lim
         or isinstance(choice, AnthropicToolChoiceNone)
         or not choice.disable_parallel_tool_use,
         grammar=_read_grammar(given, config),
-        think=_read_thinking(given.get("thinking")),
+        think=_read_thinking(thinking) if thinking is not None or think is None else think,
+        template_hints=hints if config.effort is None else {**hints, "reasoning_effort": config.effort},
+        show_reasoning=given.get("include_reasoning", not is_omitted),
         sampling=build_sampling(given, logprobs=None),
         max_tokens=given.get("max_tokens"),
         stop=tuple(given["stop_sequences"]) if stops else (),
@@ -138,24 +160,24 @@ def _read_grammar(given: Mapping[str, Any], config: OutputConfig) -> Grammar | N
     return select_grammar(given, grammar, "output_config.format")
 
 
-def _read_tools(tools: Sequence[dict[str, Any]], limits: RequestLimits) -> tuple[Tool, ...]:
+def _read_tools(tools: Sequence[dict[str, Any]], limits: RequestLimits, unknown: UnknownFields) -> tuple[Tool, ...]:
     check_count("tools", len(tools), limits.tools, least=0)
-    return check_tools([_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], limits)
+    own, hosted = split_hosted_tools(tools, ("custom",))
+    found = [_read_tool(tool, f"tools[{index}]", unknown) for index, tool in own]
+    leave_out_hosted_tools(hosted, unknown, are_alone=not own, expected="a custom tool with a name and an input_schema")
+    return check_tools(found, limits)
 
 
-def _read_tool(given: dict[str, Any], where: str) -> Tool:
-    kind = given.get("type")
-    if kind is not None and kind != "custom":
-        message = f"'{where}' is of type '{str(kind)[:100]}'. Expected a custom tool with a name and an input_schema."
-        raise ApiError(message, parameter=f"{where}.type", code="unsupported_parameter")
-    tool = convert_value(given, AnthropicTool, where)
-    for name, is_set in (
-        ("defer_loading", tool.defer_loading),
-        ("allowed_callers", tool.allowed_callers not in (None, ["direct"])),
-        ("input_examples", tool.input_examples),
-    ):
-        if is_set:
-            raise unsupported_parameter(f"{where}.{name}", "remove it")
+def _read_tool(given: dict[str, Any], where: str, unknown: UnknownFields) -> Tool:
+    tool = convert_value(given, AnthropicTool, where, unknown)
+    if tool.defer_loading:
+        if unknown.strict:
+            raise unsupported_parameter(f"{where}.defer_loading", "the model gets all tools at once")
+        unknown.ignore(f"{where}.defer_loading")
+    if tool.allowed_callers not in (None, ["direct"]):
+        raise unsupported_parameter(f"{where}.allowed_callers", "the server runs no code")
+    if tool.input_examples:
+        raise unsupported_parameter(f"{where}.input_examples", "put the examples into the tool's description")
     return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
 
 
@@ -259,13 +281,16 @@ def _assistant_message(blocks: Sequence[ContentBlock], where: str) -> dict[str, 
 
 
 def _function(block: ToolUseBlock) -> dict[str, Any]:
-    raw = block.input.get(_RAW)
+    raw = block.input.get(RAW_ARGUMENTS)
     return {"name": block.name, "arguments": raw if isinstance(raw, str) and len(block.input) == 1 else block.input}
 
 
-def _join_text(blocks: Sequence[ContentBlock], where: str) -> str:
+def _join_text(blocks: Sequence[ContentBlock | ToolReferenceBlock], where: str) -> str:
     texts: list[str] = []
     for block in blocks:
+        if isinstance(block, ToolReferenceBlock):
+            texts.append(block.tool_name)
+            continue
         if not isinstance(block, TextBlock):
             kind = type(block).__struct_config__.tag
             if isinstance(block, (ImageBlock, DocumentBlock, SearchResultBlock)):
@@ -301,15 +326,22 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     if choice.content:
         blocks.append({"type": "text", "text": choice.content})
     for call in choice.calls:
-        decoded = decode_arguments(call.arguments)
-        arguments = {_RAW: call.arguments} if decoded is None else decoded
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        arguments = arguments_object(call.arguments)
+        blocks.append({"type": "tool_use", "id": tool_use_id(call.id), "name": call.name, "input": arguments})
     return blocks
+
+
+def tool_use_id(call_id: str) -> str:
+    """Return a call's id in Anthropic's form, always the same for the same call."""
+    own = call_id.removeprefix("toolu_").removeprefix("call_")
+    if not _TOOL_USE_ID.fullmatch(own):  # some upstreams' ids have other characters
+        own = hashlib.blake2b(own.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    return f"toolu_{own}"
 
 
 def _stop_reason(exchange: Exchange, finish: FinishReason, stop: str | None, called: bool, usage: TokenUsage) -> str:
     """Return Anthropic's name for the end of an answer. `deadline` is Headrace's extension."""
-    max_tokens = exchange.asked.max_tokens
+    max_tokens = exchange.text_request.max_tokens
     if stop is not None:
         return "stop_sequence"
     match finish:
@@ -402,7 +434,7 @@ def _empty_block(event: BlockEvent) -> dict[str, Any]:
             return {"type": "text", "text": ""}
         case "call":
             call = event.call or ToolCallDelta(0)
-            return {"type": "tool_use", "id": call.id or "", "name": call.name or "", "input": {}}
+            return {"type": "tool_use", "id": tool_use_id(call.id or ""), "name": call.name or "", "input": {}}
 
 
 def _block_delta(event: BlockEvent) -> dict[str, Any]:
@@ -424,11 +456,20 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
     count_path = "/v1/messages/count_tokens"
 
     async def count_tokens(call: ApiCall) -> None:
-        request = read_count_request(await context.body(call), call.headers, context.config.limits)
+        limits = context.config.limits
+        request = await context.read(call, lambda body: read_count_request(body, call.headers, limits, call.unknown))
         exchange = context.exchange(call.caller, request, count_path)
         await context.reply(call, Response.json({"input_tokens": await prompt_tokens(exchange)}))
 
     return (
         text_route(context, "/v1/messages", MESSAGES_DIALECT, "Answer a chat in Anthropic's dialect."),
-        Route("POST", count_path, count_tokens, "Count a chat's tokens.", COUNT_TOKENS_PARAMETERS, errors=ANTHROPIC),
+        Route(
+            "POST",
+            count_path,
+            count_tokens,
+            "Count a chat's tokens.",
+            COUNT_TOKENS_PARAMETERS,
+            errors=ANTHROPIC,
+            lenient=True,
+        ),
     )

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
-from headrace.server.api.common_parameters import EXTRAS, MODEL, SAMPLING, STREAM, Stop
+from headrace.server.api.common_parameters import EXTRAS, MODEL, REASONING, SAMPLING, STREAM, Stop
+from headrace.server.api.foreign_parameters import with_foreign
 from headrace.server.api.tool_parameters import ToolName
 from headrace.server.http.body_parameters import Parameter, ParameterTable
 
+_KEEP_THINKING: Final = {"type": "clear_thinking_20251015", "keep": "all"}  # the edit that clears nothing
 _NO_EDITS: Final = "the server takes the conversation as you send it"
 
 
@@ -51,7 +53,13 @@ class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
     pass
 
 
-ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference", forbid_unknown_fields=True):
+    """A tool that the client's search found. The model has all tools anyway."""
+
+    tool_name: str
+
+
+ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
 
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result", forbid_unknown_fields=True):
@@ -111,7 +119,7 @@ class AnthropicToolChoiceNone(Struct, tag_field="type", tag="none", forbid_unkno
 AnthropicToolChoice = (
     AnthropicToolChoiceAuto | AnthropicToolChoiceAny | AnthropicToolChoiceTool | AnthropicToolChoiceNone
 )
-ThinkingDisplay = Literal["summarized"]  # "omitted" is not offered: reasoning is always shown
+ThinkingDisplay = Literal["summarized", "omitted"]  # summarized: in full
 
 
 class ThinkingEnabled(Struct, tag_field="type", tag="enabled", forbid_unknown_fields=True):
@@ -141,13 +149,18 @@ class AnthropicMetadata(Struct, forbid_unknown_fields=True):
 
 
 # Parameters that decide the prompt. `/v1/messages/count_tokens` takes these alone.
-COUNT_TOKENS_PARAMETERS: Final[ParameterTable] = {
+_PROMPT_PARAMETERS: Final[ParameterTable] = {
     "model": MODEL,
     "messages": Parameter(
-        "Messages of the conversation.", Annotated[list[AnthropicMessage], Meta(min_length=1)], required=True
+        "Messages of the conversation.",
+        Annotated[list[AnthropicMessage], Meta(min_length=1)],
+        required=True,
+        limit="messages",
     ),
     "system": Parameter("System prompt.", str | list[TextBlock]),
-    "tools": Parameter("Tools that the model may call: name, description and input_schema.", list[dict[str, Any]]),
+    "tools": Parameter(
+        "Tools that the model may call: name, description and input_schema.", list[dict[str, Any]], limit="tools"
+    ),
     "tool_choice": Parameter("auto, any, tool (with its name) or none.", AnthropicToolChoice),
     "thinking": Parameter(
         "enabled, disabled or adaptive, for models that can reason first. Default: disabled. The server does not "
@@ -166,29 +179,44 @@ COUNT_TOKENS_PARAMETERS: Final[ParameterTable] = {
     "mcp_servers": Parameter(
         "", unsupported="the server calls no tools itself. Call them in the client", no_op_values=([],)
     ),
-    "context_management": Parameter("", unsupported=_NO_EDITS, no_op_values=({}, {"edits": []})),
-    "compaction": Parameter("", unsupported=_NO_EDITS),
-    "user_profile_id": Parameter("", unsupported="use `metadata.user_id`"),
+    "context_management": Parameter(
+        "", unsupported=_NO_EDITS, no_op_values=({}, {"edits": []}, {"edits": [_KEEP_THINKING]}), hint=True
+    ),
+    "compaction": Parameter("", unsupported=_NO_EDITS, hint=True),
+    "user_profile_id": Parameter("", unsupported="use `metadata.user_id`", hint=True),
+    # As other open servers have it.
+    **{name: each for name, each in REASONING.items() if name != "thinking"},
 }
 
-MESSAGE_PARAMETERS: Final[ParameterTable] = {
-    **COUNT_TOKENS_PARAMETERS,
+_MESSAGE_PARAMETERS: Final[ParameterTable] = {
+    **_PROMPT_PARAMETERS,
     "max_tokens": Parameter(
         "Maximum tokens of the answer, including thinking.", Annotated[int, Meta(ge=1)], required=True
     ),
-    "stop_sequences": Parameter("Strings that end the answer. The answer does not include them.", list[Stop]),
+    "stop_sequences": Parameter(
+        "Strings that end the answer. The answer does not include them.", list[Stop], limit="stop"
+    ),
     "stream": STREAM["stream"],
     "temperature": SAMPLING["temperature"],
     "top_p": SAMPLING["top_p"],
     "metadata": Parameter("user_id: your end user's id. It appears in the log.", AnthropicMetadata),
-    "service_tier": Parameter("", unsupported="use `priority` and `surface`", no_op_values=("auto", "standard_only")),
+    "service_tier": Parameter(
+        "", unsupported="use `priority` and `surface`", no_op_values=("auto", "standard_only"), hint=True
+    ),
     "inference_geo": Parameter("", unsupported="the server answers where it runs"),
-    "diagnostics": Parameter("", unsupported="this server has no diagnostics"),
+    "diagnostics": Parameter("", unsupported="this server has no diagnostics", hint=True),
     "fallbacks": Parameter("", unsupported="the server operator configures fallbacks"),
     "fallback_credit_token": Parameter("", unsupported="this server has no credits"),
-    "billing_policy": Parameter("", unsupported="this server has no billing"),
+    "billing_policy": Parameter("", unsupported="this server has no billing", hint=True),
     "thread": Parameter("", unsupported="this server keeps no threads. Send the conversation in `messages`"),
     # Headrace's extensions.
     **{name: SAMPLING[name] for name in ("seed", "frequency_penalty", "presence_penalty", "logit_bias")},
     **{name: each for name, each in EXTRAS.items() if name not in ("user", "safety_identifier", "metadata")},
+}
+
+MESSAGE_PARAMETERS: Final = with_foreign(_MESSAGE_PARAMETERS)
+_NOT_COUNTED: Final = Parameter("", unsupported="it is no part of a prompt", hint=True)
+COUNT_TOKENS_PARAMETERS: Final[ParameterTable] = {
+    **_PROMPT_PARAMETERS,
+    **{name: _NOT_COUNTED for name in MESSAGE_PARAMETERS if name not in _PROMPT_PARAMETERS},
 }

@@ -32,7 +32,7 @@ from headrace.server.api.vectors import (
 )
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import ParameterTable, parse_body
+from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.route_table import Route
 
 
@@ -52,6 +52,8 @@ async def run_metered(
         closed=settings_of(caller).fail == "closed",
     )
     headers = reservation.headers()
+    if prepared.work.truncated:
+        headers["x-headrace-truncated"] = str(len(prepared.work.truncated))
     id = secrets.token_urlsafe(18)
     ended, charged = "finished", False
     try:
@@ -90,9 +92,12 @@ async def run_metered(
 
 
 def routes(context: EndpointContext) -> tuple[Route, ...]:
+    about = "Order documents by relevance to a query. The same at /rerank."
+    rerank = _route(context, "/v1/rerank", RERANK_PARAMETERS, prepare_rerank, about)
     return (
         _route(context, "/v1/embeddings", EMBEDDINGS_PARAMETERS, prepare_embeddings, "Turn texts into vectors."),
-        _route(context, "/v1/rerank", RERANK_PARAMETERS, prepare_rerank, "Order documents by relevance to a query."),
+        rerank,
+        replace(rerank, path="/rerank", listed=False),
         _route(context, "/v1/score", SCORE_PARAMETERS, prepare_score, "Score how likely a text is after another."),
     )
 
@@ -104,15 +109,19 @@ def _route(
     prepare: Callable[..., Coroutine[Any, Any, PreparedCall]],
     about: str,
 ) -> Route:
+    limits = context.config.limits
+
     async def handler(call: ApiCall) -> None:
         context.admit()
-        given = with_headers(parse_body(await context.body(call), table), call.headers, table)
+        given = with_headers(await context.parameters(call, table), call.headers, table)
+        call.timeline.enter("compute")
         model = given.get("model", "")
         served = find_model(call.caller, context.services.fleet, model)
         with context.count_running():
-            prepared = await prepare(served, call.caller, given, context.config.limits)
+            prepared = await prepare(served, call.caller, given, limits)
             work = run_metered(context.services, call.caller, prepared, path, model=model)
+            call.charged = True
             result, headers = await call.unless_gone(work)
         await context.reply(call, Response.json(result, headers=headers))
 
-    return Route("POST", path, handler, about, table)
+    return Route("POST", path, handler, about, table, reserves=True, lenient=True)

@@ -14,8 +14,10 @@ from msgspec import Struct
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.server.api.common_parameters import check_count
+from headrace.server.api.response_tools import custom_arguments, qualified_name
 from headrace.server.api.tool_parameters import decode_arguments
-from headrace.server.http.body_parameters import convert_value
+from headrace.server.http.body_parameters import convert_value, drop_nulls
+from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
 _TEXTS: Final = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
@@ -36,11 +38,22 @@ class FunctionCallItem(Struct, forbid_unknown_fields=True):
     arguments: str
     id: str | None = None
     status: str | None = None
+    namespace: str | None = None  # of a function in a namespace
     parsed_arguments: Any = None  # added by clients
 
 
+class CustomCallItem(Struct, forbid_unknown_fields=True):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+    status: str | None = None
+    namespace: str | None = None
+
+
 class FunctionOutputItem(Struct, forbid_unknown_fields=True):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[dict[str, Any]]
     id: str | None = None
@@ -68,39 +81,58 @@ class ItemContentPart(Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None  # ignored: the prefix cache works without it
 
 
-def parse_items(given: str | list[dict[str, Any]], limits: RequestLimits, *, least: int) -> list[dict[str, Any]]:
+def parse_items(
+    given: str | list[dict[str, Any]],
+    limits: RequestLimits,
+    *,
+    least: int,
+    name: str = "input",
+    unknown: UnknownFields = STRICT,
+) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    check_count("input", len(given), limits.messages, least=least)
-    return [_item(item, f"input[{place}]") for place, item in enumerate(given)]
+    check_count(name, len(given), limits.messages, least=least)
+    return [_item(item, f"{name}[{place}]", unknown) for place, item in enumerate(given)]
 
 
-def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _item(given: dict[str, Any], where: str, unknown: UnknownFields) -> dict[str, Any]:
     """Check an item and complete it with its type, an id and its content as parts."""
     given = drop_nulls(given)
     kind = given.get("type", "message")
     match kind:
         case "message":
-            message: MessageItem = convert_value(given, MessageItem, where)
+            message: MessageItem = convert_value(given, MessageItem, where, unknown)
             own = "output_text" if message.role == "assistant" else "input_text"
             content = message.content
-            parts = [content_part(own, content)] if isinstance(content, str) else _parts(content, f"{where}.content")
+            parts = (
+                [content_part(own, content)]
+                if isinstance(content, str)
+                else _parts(content, f"{where}.content", unknown)
+            )
             found = {"id": message.id or new_id("msg"), "role": message.role, "content": parts}
             return {"type": kind, "status": message.status or "completed", **found}
         case "function_call":
-            call: FunctionCallItem = convert_value(given, FunctionCallItem, where)
+            call: FunctionCallItem = convert_value(given, FunctionCallItem, where, unknown)
             found = {"id": call.id or new_id("fc"), "call_id": call.call_id, "name": call.name}
+            if call.namespace is not None:
+                found["namespace"] = call.namespace
             return {"type": kind, "status": call.status or "completed", **found, "arguments": call.arguments}
-        case "function_call_output":
-            result: FunctionOutputItem = convert_value(given, FunctionOutputItem, where)
+        case "custom_tool_call":
+            custom: CustomCallItem = convert_value(given, CustomCallItem, where, unknown)
+            found = {"id": custom.id or new_id("ctc"), "call_id": custom.call_id, "name": custom.name}
+            if custom.namespace is not None:
+                found["namespace"] = custom.namespace
+            return {"type": kind, "status": custom.status or "completed", **found, "input": custom.input}
+        case "function_call_output" | "custom_tool_call_output":
+            result: FunctionOutputItem = convert_value(given, FunctionOutputItem, where, unknown)
             output = result.output
-            output = output if isinstance(output, str) else _parts(output, f"{where}.output")
+            output = output if isinstance(output, str) else _parts(output, f"{where}.output", unknown)
             found = {"id": result.id or new_id("fco"), "call_id": result.call_id, "output": output}
             return {"type": kind, "status": result.status or "completed", **found}
         case "reasoning":
-            reasoning: ReasoningItem = convert_value(given, ReasoningItem, where)
-            parts = _parts(reasoning.content, f"{where}.content")
-            summary = _parts(reasoning.summary, f"{where}.summary")
+            reasoning: ReasoningItem = convert_value(given, ReasoningItem, where, unknown)
+            parts = _parts(reasoning.content, f"{where}.content", unknown)
+            summary = _parts(reasoning.summary, f"{where}.summary", unknown)
             return {"type": kind, "id": reasoning.id or new_id("rs"), "summary": summary, "content": parts}
         case "item_reference":
             why = (
@@ -112,7 +144,7 @@ def _item(given: dict[str, Any], where: str) -> dict[str, Any]:
             raise ApiError(why, parameter=f"{where}.type", code="unsupported_parameter")
 
 
-def _parts(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+def _parts(given: Sequence[dict[str, Any]], where: str, unknown: UnknownFields) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for place, each in enumerate(given):
         at = f"{where}[{place}]"
@@ -123,20 +155,12 @@ def _parts(given: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
             continue
         if kind not in _TEXTS:
             raise invalid_request(f"'{at}' is of type '{str(kind)[:100]}'. Models read text only.", f"{at}.type")
-        parts.append(content_part(kind, convert_value(part, ItemContentPart, at).text))
+        parts.append(content_part(kind, convert_value(part, ItemContentPart, at, unknown).text))
     return parts
 
 
 def content_part(kind: str, text: str) -> dict[str, Any]:
     return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
-
-
-def drop_nulls(given: Any) -> Any:
-    """Drop null fields: clients that send items back include every field."""
-    if not isinstance(given, dict):
-        return given
-    values: dict[str, Any] = given  # pyright: ignore[reportUnknownVariableType]
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def new_id(kind: str) -> str:
@@ -162,11 +186,15 @@ def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: 
             case "reasoning":
                 if text := _text_of(item["content"] or item["summary"]):
                     _append(_assistant(messages), "reasoning_content", text)
-            case "function_call":
-                function = {"name": item["name"], "arguments": decode_arguments(item["arguments"])}
-                if function["arguments"] is None:
-                    function["arguments"] = item["arguments"]
-                calls[item["call_id"]] = item["name"]
+            case "function_call" | "custom_tool_call":
+                is_function = item["type"] == "function_call"
+                arguments = item["arguments"] if is_function else custom_arguments(item["input"])
+                decoded = decode_arguments(arguments)
+                function: dict[str, Any] = {
+                    "name": qualified_name(item["name"], item.get("namespace")),
+                    "arguments": arguments if decoded is None else decoded,
+                }
+                calls[item["call_id"]] = function["name"]
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case _:
@@ -208,8 +236,3 @@ def reasoning_item(id: str, text: str) -> dict[str, Any]:
 def message_item(id: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     content = [{**content_part("output_text", text), "logprobs": logprobs}]
     return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": content}
-
-
-def function_call_item(id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    found = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"id": id, "type": "function_call", "status": "completed", **found}

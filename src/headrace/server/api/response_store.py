@@ -46,11 +46,18 @@ class ResponseStore:
         self._bytes = total_bytes
         self._clock = clock
 
-    async def put(self, id: str, tenant: str, items: list[Any], body: dict[str, Any]) -> None:
-        """Store a response, replacing the tenant's one with this id. Do not change `items` and `body` meanwhile."""
+    async def put(
+        self, id: str, tenant: str, items: list[Any], body: dict[str, Any], *, unfinished: bool = False
+    ) -> int:
+        """Store a response, replacing the tenant's one with this id. Return its bytes.
+
+        Do not change `items` and `body` meanwhile.
+
+        `unfinished`: it runs in the background, and `finish` follows.
+        """
         now = self._clock()
 
-        def put(connection: sqlite3.Connection) -> None:
+        def put(connection: sqlite3.Connection) -> int:
             encoded = encode(items), encode(body)
             size = sum(map(len, encoded))
             if size > self._bytes:
@@ -59,14 +66,49 @@ class ResponseStore:
                 )
             _sweep(connection, now)
             connection.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
-            self._make_room(connection, size)
+            self._make_room(connection, rows=1, size=size)
             connection.execute(
-                "INSERT INTO responses (id, tenant, created_at, expires_at, bytes, items, body) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (id, tenant, int(now), int(now + self._seconds), size, *encoded),
+                "INSERT INTO responses (id, tenant, created_at, expires_at, bytes, items, body, unfinished) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (id, tenant, int(now), int(now + self._seconds), size, *encoded, unfinished),
             )
+            return size
 
-        await self._db.run(put)
+        return await self._db.run(put)
+
+    async def finish(self, id: str, tenant: str, body: dict[str, Any]) -> None:
+        """Replace the body of an unfinished response. Waits while storage fails. ApiError if it was deleted."""
+
+        def finish(connection: sqlite3.Connection) -> None:
+            encoded = encode(body)
+            changed = connection.execute(
+                "UPDATE responses SET body = ?, bytes = LENGTH(items) + ?, unfinished = 0 "
+                "WHERE tenant = ? AND id = ? AND unfinished",
+                (encoded, len(encoded), tenant, id),
+            )
+            if changed.rowcount == 0:
+                raise _unknown()
+            self._make_room(connection)
+
+        await self._db.retry(finish)
+
+    async def fail_unfinished(self, error: dict[str, Any], is_running: Callable[[str, str], bool]) -> int:
+        """End the unfinished responses that do not run, by tenant and id, and return their number.
+
+        Waits while storage fails. `is_running` is called in the database's thread.
+        """
+
+        def fail(connection: sqlite3.Connection) -> int:
+            rows = rows_of(connection, "SELECT seq, tenant, id, body FROM responses WHERE unfinished")
+            left = [row for row in rows if not is_running(row["tenant"], row["id"])]
+            for row in left:
+                body = {**json.loads(row["body"]), "status": "failed", "error": error}
+                connection.execute(
+                    "UPDATE responses SET body = ?, unfinished = 0 WHERE seq = ?", (encode(body), row["seq"])
+                )
+            return len(left)
+
+        return await self._db.retry(fail)
 
     async def get(self, id: str, tenant: str) -> StoredResponse:
         now = self._clock()
@@ -104,16 +146,35 @@ class ResponseStore:
         now = self._clock()
         return await self._db.run(lambda connection: _sweep(connection, now))
 
-    def _make_room(self, connection: sqlite3.Connection, size: int) -> None:
-        while True:
-            count, total = connection.execute("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM responses").fetchone()
-            if count < self._count and total + size <= self._bytes:
-                return
-            by = "COUNT(*)" if count >= self._count else "SUM(bytes)"
-            connection.execute(
-                "DELETE FROM responses WHERE seq = (SELECT MIN(seq) FROM responses WHERE tenant = "
-                f"(SELECT tenant FROM responses GROUP BY tenant ORDER BY {by} DESC, MIN(seq) LIMIT 1))"
-            )
+    def _make_room(self, connection: sqlite3.Connection, *, rows: int = 0, size: int = 0) -> None:
+        make_room(connection, "responses", rows=rows, size=size, count=self._count, total=self._bytes)
+
+
+def make_room(
+    connection: sqlite3.Connection,
+    table: str,
+    *,
+    rows: int,
+    size: int,
+    count: int,
+    total: int,
+    oldest: str = "seq",
+) -> None:
+    """Delete rows until so many more rows and bytes fit: each time the oldest of the tenant with the most.
+
+    `oldest` orders a tenant's rows. Never pass `table` or `oldest` from clients.
+    """
+    while True:
+        there, used = connection.execute(f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM {table}").fetchone()
+        too_many = there + rows > count
+        if there == 0 or (not too_many and used + size <= total):
+            return
+        by = "COUNT(*)" if too_many else "SUM(bytes)"
+        connection.execute(
+            f"DELETE FROM {table} WHERE seq = (SELECT seq FROM {table} WHERE tenant = "
+            f"(SELECT tenant FROM {table} GROUP BY tenant ORDER BY {by} DESC, MIN(seq) LIMIT 1) "
+            f"ORDER BY {oldest} LIMIT 1)"
+        )
 
 
 def encode(value: Any) -> bytes:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from headrace.config import RequestLimits
 from headrace.engine.interface.grammar_spec import Grammar
-from headrace.gateway.api_errors import ApiError
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -26,8 +26,6 @@ from headrace.gateway.requests.text_request import (
     RestartDelta,
     TextRequest,
     TokenUsage,
-    Tool,
-    ToolChoiceMode,
 )
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.block_events import BlockEvent, BlockSplitter, restart_error
@@ -39,34 +37,32 @@ from headrace.server.api.common_parameters import (
     extra_fields,
     json_schema_grammar,
     parse_stops,
+    read_thinking,
     select_grammar,
 )
 from headrace.server.api.response_items import (
     content_part,
-    drop_nulls,
-    function_call_item,
     items_to_messages,
     message_item,
     new_id,
     parse_items,
     reasoning_item,
 )
+from headrace.server.api.response_tools import ResponseToolChoice, ResponseTools, read_tool_choice, read_tools
 from headrace.server.api.responses_parameters import (
     LOGPROBS,
     RESPONSE_PARAMETERS,
+    ConversationReference,
     JsonObjectFormat,
     JsonSchemaFormat,
     PlainTextFormat,
     ReasoningConfig,
     ResponseTextConfig,
-    ResponseTool,
-    ResponseToolChoice,
-    ResponseToolChoiceAllowed,
-    ResponseToolChoiceFunction,
 )
-from headrace.server.api.tool_parameters import check_has_tools, check_named_tool, check_tools
-from headrace.server.http.body_parameters import convert_value, parse_body
+from headrace.server.http.body_parameters import parse_body
+from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
+UNFINISHED: Final = ("queued", "in_progress")  # statuses
 _CUT: Final[tuple[FinishReason, ...]] = ("length", "deadline")
 _REASONS: Final = {"length": "max_output_tokens", "deadline": "deadline"}  # "deadline" is Headrace's extension
 _FAILURES: Final = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
@@ -75,62 +71,90 @@ _FAILURES: Final = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_
 class ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to generate a response. `with_history` puts the messages of earlier items before the new ones."""
 
-    asked: TextRequest
+    text_request: TextRequest
     store: bool
     previous: str | None
-    items: list[dict[str, Any]]  # the conversation, each item with an id
+    conversation: str | None
+    background: bool
+    new_items: list[dict[str, Any]]  # that this request adds
+    items: list[dict[str, Any]]  # all of them, each with an id: earlier ones, then the new ones
+    tools: ResponseTools
     echoed: dict[str, Any]  # parameters that the answer repeats
     max_items: int
 
 
-def read_response_request(body: bytes, headers: Mapping[str, str], limits: RequestLimits) -> ResponseRequest:
-    return build_response_request(parse_body(body, RESPONSE_PARAMETERS), headers, limits)
+def read_response_request(
+    body: bytes, headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> ResponseRequest:
+    return build_response_request(parse_body(body, RESPONSE_PARAMETERS, limits, unknown), headers, limits, unknown)
 
 
-def build_response_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> ResponseRequest:
+def build_response_request(
+    given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> ResponseRequest:
     """Build a request from parameters that the table has converted."""
     check_stream_options(given)
-    tools = _read_tools(given.get("tools", []), limits)
+    tools = read_tools(given.get("tools", []), limits, unknown)
     choice: ResponseToolChoice = given.get("tool_choice", "auto")
-    choosing, only, offered = _read_tool_choice(choice, tools)
+    choosing, only, allowed = read_tool_choice(choice, tools.tools)
     previous: str | None = given.get("previous_response_id")
-    items = parse_items(given["input"], limits, least=0 if previous is not None else 1)
+    conversation = _read_conversation(given)
+    continues = previous is not None or conversation is not None
+    items = parse_items(given["input"], limits, least=0 if continues else 1, unknown=unknown)
+    store, background = given.get("store", True), given.get("background", False)
+    if background and not store:
+        raise invalid_request("'background' requires `store: true`, because you retrieve the response.", "background")
     reasoning: ReasoningConfig = given.get("reasoning") or ReasoningConfig()
     text: ResponseTextConfig = given.get("text") or ResponseTextConfig()
-    extras = dict(given)
-    if reasoning.effort not in (None, "none"):
-        extras["chat_template_kwargs"] = {"reasoning_effort": reasoning.effort, **given.get("chat_template_kwargs", {})}
-    asked = TextRequest(
+    own = {"reasoning_effort": reasoning.effort, "verbosity": text.verbosity}
+    think, hints = read_thinking({**given, **{name: value for name, value in own.items() if value is not None}})
+    text_request = TextRequest(
         model=given.get("model", ""),
-        messages=items_to_messages(given.get("instructions"), items, whole=previous is None),
-        tools=offered,
+        messages=items_to_messages(given.get("instructions"), items, whole=not continues),
+        tools=tools.tools,
         choosing=choosing,
         only_tool=only,
+        allowed_tools=allowed,
         parallel_calls=given.get("parallel_tool_calls", True),
         grammar=_read_grammar(given, text),
-        think=None if reasoning.effort is None else reasoning.effort != "none",
+        think=think,
+        template_hints=hints,
+        show_reasoning=given.get("include_reasoning", True),
         sampling=build_sampling(given, logprobs=_read_logprobs(given, limits)),
         max_tokens=given.get("max_output_tokens"),
         stop=parse_stops(given.get("stop"), limits),
         stream=given.get("stream", False),
-        **extra_fields(extras, headers),
+        **extra_fields(given, headers),
     )
     return ResponseRequest(
-        asked=asked,
-        store=given.get("store", True),
+        text_request=text_request,
+        store=store,
         previous=previous,
+        conversation=conversation,
+        background=background,
+        new_items=items,
         items=items,
-        echoed=_echo_parameters(given, asked, tools, choice, reasoning, text),
+        tools=tools,
+        echoed=_echo_parameters(given, text_request, tools, choice, reasoning, text),
         max_items=limits.messages,
     )
 
 
 def with_history(request: ResponseRequest, earlier_items: Sequence[Any]) -> ResponseRequest:
-    """Continue an earlier response: its items come before the new ones. Its instructions are not carried over."""
+    """Continue a response or a conversation: its items come before the new ones. Instructions are not carried over."""
     items = [*earlier_items, *request.items]
     check_count("input", len(items), request.max_items)
     messages = items_to_messages(request.echoed["instructions"], items, whole=True)
-    return replace(request, items=items, asked=request.asked.but(messages=messages))
+    return replace(request, items=items, text_request=request.text_request.but(messages=messages))
+
+
+def _read_conversation(given: Mapping[str, Any]) -> str | None:
+    conversation: str | ConversationReference | None = given.get("conversation")
+    if conversation is None:
+        return None
+    if given.get("previous_response_id") is not None:
+        raise invalid_request("Send 'conversation' or 'previous_response_id', not both.", "conversation")
+    return conversation if isinstance(conversation, str) else conversation.id
 
 
 def _read_logprobs(given: Mapping[str, Any], limits: RequestLimits) -> int | None:
@@ -149,82 +173,46 @@ def _read_grammar(given: Mapping[str, Any], text: ResponseTextConfig) -> Grammar
     return select_grammar(given, grammar, "text.format")
 
 
-def _read_tools(tools: Sequence[Any], limits: RequestLimits) -> tuple[Tool, ...]:
-    check_count("tools", len(tools), limits.tools, least=0)
-    return check_tools([_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], limits)
-
-
-def _read_tool(given: Any, where: str) -> Tool:
-    given = drop_nulls(given)
-    kind = given.get("type", "function") if isinstance(given, dict) else "function"  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if kind != "function":
-        message = f"'{where}' is of type '{str(kind)[:100]}'. Expected a function: the server runs no tools itself."  # pyright: ignore[reportUnknownArgumentType]
-        raise ApiError(message, parameter=f"{where}.type", code="unsupported_parameter")
-    tool = convert_value(given, ResponseTool, where)
-    return Tool(tool.name, tool.description, tool.parameters, bool(tool.strict))
-
-
-def _read_tool_choice(
-    choice: ResponseToolChoice, tools: tuple[Tool, ...]
-) -> tuple[ToolChoiceMode, str | None, tuple[Tool, ...]]:
-    """Return the mode, the tool that must be called if it must be a particular one, and the tools to offer."""
-    if choice in ("auto", "none"):
-        return "auto" if choice == "auto" else "none", None, tools
-    check_has_tools(tools)
-    if isinstance(choice, ResponseToolChoiceFunction):
-        return "required", check_named_tool(choice.name, tools), tools
-    if isinstance(choice, ResponseToolChoiceAllowed):
-        check_count("tool_choice.tools", len(choice.tools), len(tools))
-        allowed = {check_named_tool(each.name, tools) for each in choice.tools}
-        return choice.mode, None, tuple(tool for tool in tools if tool.name in allowed)
-    return "required", None, tools
-
-
 # Answers
 
 
 def _echo_parameters(
     given: Mapping[str, Any],
-    asked: TextRequest,
-    tools: Sequence[Tool],
+    text_request: TextRequest,
+    tools: ResponseTools,
     choice: ResponseToolChoice,
     reasoning: ReasoningConfig,
     text: ResponseTextConfig,
 ) -> dict[str, Any]:
     return {
-        "background": False,
+        "background": given.get("background", False),
+        "conversation": None if (id := _read_conversation(given)) is None else {"id": id},
         "instructions": given.get("instructions"),
-        "max_output_tokens": asked.max_tokens,
+        "max_output_tokens": text_request.max_tokens,
         "max_tool_calls": None,
-        "metadata": dict(asked.metadata),
-        "parallel_tool_calls": asked.parallel_calls,
+        "metadata": dict(text_request.metadata),
+        "parallel_tool_calls": text_request.parallel_calls,
         "previous_response_id": given.get("previous_response_id"),
         "prompt_cache_key": given.get("prompt_cache_key"),
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         "safety_identifier": given.get("safety_identifier"),
         "service_tier": "default",
         "store": given.get("store", True),
-        "temperature": asked.sampling.temperature,
-        "text": {"format": msgspec.to_builtins(text.format or PlainTextFormat()), "verbosity": "medium"},
+        "temperature": text_request.sampling.temperature,
+        "text": {
+            "format": msgspec.to_builtins(text.format or PlainTextFormat()),
+            "verbosity": text.verbosity or "medium",
+        },
         "tool_choice": msgspec.to_builtins(choice),
-        "tools": [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
-            for tool in tools
-        ],
-        "top_logprobs": asked.sampling.logprobs or 0,
+        "tools": tools.echoed,
+        "top_logprobs": text_request.sampling.logprobs or 0,
         "top_p": given.get("top_p", 1.0),
-        "truncation": "disabled",
+        "truncation": given.get("truncation", "disabled"),
         "user": given.get("user"),
     }
 
 
-def output_items(choice: Choice) -> list[dict[str, Any]]:
+def output_items(choice: Choice, tools: ResponseTools) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if choice.reasoning:
         items.append(reasoning_item(new_id("rs"), choice.reasoning))
@@ -232,15 +220,28 @@ def output_items(choice: Choice) -> list[dict[str, Any]]:
         # The tokens of the reasoning come first.
         logprobs = (choice.logprobs or [])[choice.usage.reasoning_tokens :]
         items.append(message_item(new_id("msg"), choice.content, [logprob_json(each) for each in logprobs]))
-    items += [function_call_item(new_id("fc"), call.id, call.name, call.arguments) for call in choice.calls]
-    if items and choice.finish in _CUT:
+    items += [
+        tools.call_item(_call_item_id(call.name, tools), call.id, call.name, call.arguments) for call in choice.calls
+    ]
+    # A call that was cut is left out, so the calls that are here are complete.
+    if items and choice.finish in _CUT and not items[-1]["type"].endswith("_call"):
         items[-1]["status"] = "incomplete"
     return items
 
 
+def unfinished_items(choice: Choice, tools: ResponseTools) -> list[dict[str, Any]]:
+    """Return the items of an answer that was stopped in between. The last text is incomplete."""
+    choice.add(ChoiceDelta(choice.index, finish="length"))  # leaves out a call without all its arguments
+    return output_items(choice, tools)
+
+
+def _call_item_id(name: str, tools: ResponseTools) -> str:
+    return new_id("ctc" if name in tools.custom else "fc")
+
+
 def response_body(exchange: Exchange, choices: Sequence[Choice], request: ResponseRequest) -> dict[str, Any]:
     choice = choices[0]
-    return _ended(exchange, request, output_items(choice), choice.finish, choice.usage)
+    return _ended(exchange, request, output_items(choice, request.tools), choice.finish, choice.usage)
 
 
 def _ended(
@@ -248,7 +249,7 @@ def _ended(
 ) -> dict[str, Any]:
     cut = finish in _CUT
     return {
-        **_response(exchange, request, "incomplete" if cut else "completed", output),
+        **response_shell(exchange, request, "incomplete" if cut else "completed", output),
         "incomplete_details": {"reason": _REASONS[finish]} if cut else None,
         "completed_at": None if cut else int(time.time()),
         "usage": _usage(usage),
@@ -256,9 +257,17 @@ def _ended(
     }
 
 
-def _response(
+def failed_response(
+    exchange: Exchange, request: ResponseRequest, error: ApiError, output: list[dict[str, Any]]
+) -> dict[str, Any]:
+    failure = {"code": _FAILURES.get(error.kind, "server_error"), "message": error.message}
+    return {**response_shell(exchange, request, "failed", output), "error": failure}
+
+
+def response_shell(
     exchange: Exchange, request: ResponseRequest, status: str, output: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    """Return a response without usage, details or an error."""
     return {
         "id": f"resp_{exchange.id}",
         "object": "response",
@@ -296,6 +305,7 @@ class ResponseStream:
         self._began = False
         self._splitter = BlockSplitter()
         self._item: dict[str, Any] = {}  # the open item
+        self._call = ""  # the name of its function, as the model knows it
         self._texts: list[str] = []  # its text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of its text; those from `_unsent` on are not sent yet
         self._unsent = 0
@@ -303,7 +313,7 @@ class ResponseStream:
 
     def begin(self) -> bytes:
         self._began = True
-        response = _response(self._exchange, self._request, "in_progress", [])
+        response = response_shell(self._exchange, self._request, "in_progress", [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -324,7 +334,7 @@ class ResponseStream:
 
     def _hold_logprobs(self, piece: ChoiceDelta) -> None:
         """Hold log-probabilities back until the text of their tokens. Those of reasoning and calls are dropped."""
-        silent = bool(piece.reasoning) or self._item.get("type") in ("reasoning", "function_call")
+        silent = bool(piece.reasoning) or self._item.get("type") in ("reasoning", "function_call", "custom_tool_call")
         if piece.logprobs and (piece.content or not silent):
             self._logprobs += [logprob_json(each) for each in piece.logprobs]
 
@@ -338,9 +348,17 @@ class ResponseStream:
     def error(self, error: ApiError) -> bytes:
         if not self._began:
             return self._event("error", code=error.code, message=error.message, param=error.parameter)
-        failure = {"code": _FAILURES.get(error.kind, "server_error"), "message": error.message}
-        self.response = {**_response(self._exchange, self._request, "failed", self.items), "error": failure}
+        self.response = failed_response(self._exchange, self._request, error, self.items)
         return self._event("response.failed", response=self.response)
+
+    def unfinished_items(self) -> list[dict[str, Any]]:
+        """Return the output so far: the finished items, and the text of an open one, which is incomplete."""
+        open, text = self._item, "".join(self._texts)
+        if open.get("type") == "reasoning" and text:
+            return [*self.items, {**reasoning_item(open["id"], text), "status": "incomplete"}]
+        if open.get("type") == "message" and text:
+            return [*self.items, {**message_item(open["id"], text, self._logprobs), "status": "incomplete"}]
+        return list(self.items)  # an open call is left out: clients parse its arguments
 
     def _write(self, event: BlockEvent, *, status: str = "completed") -> bytes:
         match event.action:
@@ -364,7 +382,9 @@ class ResponseStream:
                 part = content_part("output_text", "")
             case "call":
                 assert event.call is not None
-                self._item = function_call_item(new_id("fc"), event.call.id or "", event.call.name or "", "")
+                tools, name = self._request.tools, event.call.name or ""
+                self._call = name
+                self._item = tools.call_item(_call_item_id(name, tools), event.call.id or "", name, "")
         added = {**self._item, "status": "in_progress"}
         data = self._event("response.output_item.added", output_index=len(self.items), item=added)
         if part is not None:
@@ -379,6 +399,8 @@ class ResponseStream:
                 new = self._logprobs[self._unsent :]
                 self._unsent = len(self._logprobs)
                 return self._in_item("response.output_text.delta", content_index=0, delta=event.text, logprobs=new)
+            case "call" if self._call in self._request.tools.custom:
+                return b""  # the text is known when its JSON string is complete
             case "call":
                 return self._in_item("response.function_call_arguments.delta", delta=event.text)
 
@@ -393,9 +415,12 @@ class ResponseStream:
                 item = message_item(id, text, self._logprobs)
                 data = self._in_item("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
             case "call":
-                name = self._item["name"]
-                item = function_call_item(id, self._item["call_id"], name, text)
-                data = self._in_item("response.function_call_arguments.done", name=name, arguments=text)
+                item = self._request.tools.call_item(id, self._item["call_id"], self._call, text)
+                if "input" in item:
+                    data = self._in_item("response.custom_tool_call_input.delta", delta=item["input"])
+                    data += self._in_item("response.custom_tool_call_input.done", input=item["input"])
+                else:
+                    data = self._in_item("response.function_call_arguments.done", name=item["name"], arguments=text)
         if event.kind != "call":
             data += self._in_item("response.content_part.done", content_index=0, part=item["content"][0])
         item["status"] = status

@@ -9,31 +9,12 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
-from headrace.server.api.common_parameters import EXTRAS, HOSTED, MODEL, SAMPLING, STREAM
-from headrace.server.api.tool_parameters import ToolName
+from headrace.server.api.common_parameters import EXTRAS, MODEL, REASONING, SAMPLING, STREAM, TRUNCATION
+from headrace.server.api.foreign_parameters import with_foreign
+from headrace.server.api.response_tools import ResponseToolChoice
 from headrace.server.http.body_parameters import Parameter, ParameterTable
 
 LOGPROBS: Final = "message.output_text.logprobs"
-
-
-class ResponseTool(Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseToolChoiceFunction(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    name: str
-
-
-class ResponseToolChoiceAllowed(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
-    mode: Literal["auto", "required"]
-    tools: list[ResponseToolChoiceFunction]
-
-
-ResponseToolChoice = Literal["auto", "none", "required"] | ResponseToolChoiceFunction | ResponseToolChoiceAllowed
 
 
 class PlainTextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -53,7 +34,7 @@ class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unkno
 
 class ResponseTextConfig(Struct, forbid_unknown_fields=True):
     format: PlainTextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None  # no-op: the models served here have no such setting
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
@@ -64,19 +45,34 @@ class ReasoningConfig(Struct, forbid_unknown_fields=True):
     mode: Literal["standard"] | None = None
 
 
+class ConversationReference(Struct, forbid_unknown_fields=True):
+    id: str
+
+
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-RESPONSE_PARAMETERS: Final[ParameterTable] = {
+_PARAMETERS: Final[ParameterTable] = {
     "model": MODEL,
     "input": Parameter(
-        "A text, or a list of items: message, function_call, function_call_output, reasoning.",
+        "A text, or a list of items: message, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output, reasoning.",
         str | list[dict[str, Any]],
         required=True,
+        limit="messages",
     ),
     "instructions": Parameter("System prompt. Applies to this response only.", str),
     "previous_response_id": Parameter("Id of the stored response to continue.", str),
+    "conversation": Parameter(
+        "Id of the conversation to continue. Its items come before `input`; `input` and the answer are added to it.",
+        str | ConversationReference,
+    ),
+    "background": Parameter(
+        "Replies at once and runs the request in the background. Requires `store`. Retrieve the response to poll it, "
+        "or stream it; /v1/responses/{response}/cancel ends it.",
+        bool,
+    ),
     "store": Parameter("Stores the response. Default: true, if the server stores responses at all.", bool),
     "max_output_tokens": Parameter("Maximum tokens of the answer, including reasoning.", Annotated[int, Meta(ge=1)]),
     **{name: each for name, each in SAMPLING.items() if name != "n"},
@@ -87,14 +83,21 @@ RESPONSE_PARAMETERS: Final[ParameterTable] = {
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
     ),
     "tools": Parameter(
-        "Functions that the model may call. Only those with strict: true are constrained to their schema.", list[Any]
+        "Tools that the model may call: functions, namespaces of functions, and custom tools, whose input is text. "
+        "A custom tool's grammar is shown to the model, and not enforced. Tools that OpenAI runs itself are left out.",
+        list[Any],
+        limit="tools",
     ),
     "tool_choice": Parameter(
-        "auto, none, required, a function that the model must call, or allowed_tools: a subset of the tools.",
+        "auto, none, required, a function or custom tool that the model must call, or allowed_tools: a subset of the "
+        "tools.",
         ResponseToolChoice,
     ),
     "parallel_tool_calls": Parameter("Allows several calls in one answer.", bool),
-    "text": Parameter("format: text, a JSON object, or JSON that matches a schema.", ResponseTextConfig),
+    "text": Parameter(
+        "format: text, a JSON object, or JSON that matches a schema. verbosity: passed to the chat template.",
+        ResponseTextConfig,
+    ),
     "reasoning": Parameter(
         "effort: none makes a model answer without reasoning; other values are passed to the chat template as "
         "reasoning_effort. summary is accepted; reasoning comes in full, not summarised.",
@@ -103,26 +106,15 @@ RESPONSE_PARAMETERS: Final[ParameterTable] = {
     "stream": STREAM["stream"],
     "stream_options": Parameter("include_obfuscation is accepted; events are not padded.", ResponseStreamOptions),
     **{name: each for name, each in EXTRAS.items() if name not in SAMPLING},
-    "service_tier": HOSTED["service_tier"],
-    "prompt_cache_key": HOSTED["prompt_cache_key"],
-    "prompt_cache_retention": HOSTED["prompt_cache_retention"],
-    "prompt_cache_options": Parameter(
-        "", unsupported="the prefix cache finds common prefixes without them", no_op_values=({}, {"mode": "implicit"})
-    ),
-    "moderation": HOSTED["moderation"],
-    "background": Parameter("", unsupported="use /v1/batches", no_op_values=(False,)),
-    "background_options": Parameter("", unsupported="use /v1/batches"),
-    "conversation": Parameter("", unsupported="use `previous_response_id`"),
+    **REASONING,
+    "truncation": TRUNCATION,
+    "background_options": Parameter("", unsupported="background responses have no options here"),
     "context_management": Parameter(
-        "", unsupported="the server takes the conversation as you send it", no_op_values=([],)
+        "", unsupported="the server takes the conversation as you send it", no_op_values=([],), hint=True
     ),
-    "truncation": Parameter(
-        "",
-        unsupported="use `overflow` to say what to do with a conversation that is too long",
-        no_op_values=("disabled",),
-    ),
-    "max_tool_calls": Parameter("", unsupported="the server runs no tools itself"),
+    "max_tool_calls": Parameter("", unsupported="the server runs no tools itself", hint=True),
     "prompt": Parameter("", unsupported="this server stores no prompts. Use `instructions`"),
     "image": Parameter("", unsupported="models read text only"),
     "access_programs": Parameter("", unsupported="this server has no access programs", no_op_values=({},)),
 }
+RESPONSE_PARAMETERS: Final = with_foreign(_PARAMETERS)

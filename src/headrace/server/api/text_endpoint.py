@@ -23,31 +23,92 @@ from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.server.endpoint_context import EndpointContext
-from headrace.server.http.api_call import ApiCall, GoneError, Response
+from headrace.server.http.api_call import EVENT_STREAM, ApiCall, GoneError, Response
 from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.route_table import Route
+from headrace.server.http.unknown_fields import UnknownFields
 
 
 class Dialect(msgspec.Struct, frozen=True):
     name: str
     table: ParameterTable
-    read: Callable[[bytes, Mapping[str, str], RequestLimits], TextRequest]
+    read: Callable[[bytes, Mapping[str, str], RequestLimits, UnknownFields], TextRequest]
     whole: Callable[[Exchange, Sequence[Choice]], dict[str, Any]]
     events: Callable[[Exchange], EventWriter]
     errors: str = "openai"  # the shape of errors
+    stream_type: bytes = EVENT_STREAM  # the content type of a stream
     keep: Callable[[], Awaitable[None]] | None = None  # called when all is written but the last that a client hears
+    cut: Callable[[Sequence[Choice]], None] | None = None  # takes what there is of a whole answer that was stopped
     relays: bool = False  # an upstream's own events are ours
 
 
-async def answer_in_full(exchange: Exchange, dialect: Dialect, services: Services) -> dict[str, Any]:
-    """The body of an answer, for a caller that has no connection to watch, such as a batch."""
+# Takes a function to call when an answer is no longer wanted. Returns one that ends the watch.
+Watch = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+async def answer_in_full(
+    exchange: Exchange, dialect: Dialect, services: Services, *, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Return the body of an answer, for a caller without a connection. GoneError where `watch` has ended it."""
     flow = TextFlow(exchange, services)
-    with _settling(flow):
+    with _observing(exchange, services), _settling(flow, None if watch is None else watch(flow.cancel)):
         await flow.begin()
-        body = dialect.whole(exchange, await collect_choices(flow))
-        if dialect.keep is not None:
-            await dialect.keep()
-        return body
+        return await _collect(flow, dialect)
+
+
+async def answer_into(
+    exchange: Exchange, dialect: Dialect, services: Services, write: Callable[[bytes], None], *, watch: Watch
+) -> None:
+    """Write the events of an answer, for a caller without a connection. An error is written and raised."""
+    flow = TextFlow(exchange, services)
+    events: EventWriter | None = None
+    try:
+        with _observing(exchange, services), _settling(flow, watch(flow.cancel)):
+            await flow.begin()
+            if flow.is_client_gone:
+                raise GoneError
+            events = dialect.events(exchange)
+            write(events.begin())
+            await flow.run(_writer(events, write))
+            if flow.is_client_gone:
+                raise GoneError
+            last = events.end()
+            if dialect.keep is not None:
+                await dialect.keep()
+    except GoneError:
+        raise
+    except Exception as error:
+        write((events or dialect.events(exchange)).error(as_api_error(error)))
+        raise
+    write(last)
+
+
+def _writer(events: EventWriter, write: Callable[[bytes], None]) -> Callable[[ChoiceDelta], bool]:
+    def take(piece: ChoiceDelta) -> bool:
+        if data := events.restart(piece) if isinstance(piece, RestartDelta) else events.piece(piece):
+            write(data)
+        return True
+
+    return take
+
+
+async def _collect(flow: TextFlow, dialect: Dialect) -> dict[str, Any]:
+    """Return the body of an answer. GoneError if every client has left."""
+    if flow.is_client_gone:
+        raise GoneError
+    choices: list[Choice] = []
+    try:
+        await collect_choices(flow, choices)
+        if flow.is_client_gone:
+            raise GoneError
+    except Exception:
+        if dialect.cut is not None and choices:
+            dialect.cut(choices)
+        raise
+    body = dialect.whole(flow.exchange, choices)
+    if dialect.keep is not None:
+        await dialect.keep()
+    return body
 
 
 def text_route(context: EndpointContext, path: str, dialect: Dialect, about: str) -> Route:
@@ -55,10 +116,12 @@ def text_route(context: EndpointContext, path: str, dialect: Dialect, about: str
 
     async def handler(call: ApiCall) -> None:
         context.admit()
-        request = dialect.read(await context.body(call), call.headers, context.config.limits)
-        await answer_call(context, call, context.exchange(call.caller, request, path), dialect)
+        limits = context.config.limits
+        request = await context.read(call, lambda body: dialect.read(body, call.headers, limits, call.unknown))
+        exchange = context.exchange(call.caller, request, path, call.timeline)
+        await answer_call(context, call, exchange, dialect)
 
-    return Route("POST", path, handler, about, dialect.table, errors=dialect.errors)
+    return Route("POST", path, handler, about, dialect.table, errors=dialect.errors, reserves=True, lenient=True)
 
 
 async def answer_call(context: EndpointContext, call: ApiCall, exchange: Exchange, dialect: Dialect) -> None:
@@ -67,33 +130,50 @@ async def answer_call(context: EndpointContext, call: ApiCall, exchange: Exchang
         try:
             await _deliver(call, exchange, dialect, context.cors_headers(call), context.services)
         finally:
-            call.log_fields = exchange.log_line()
+            call.exchange = exchange
 
 
 async def _deliver(
     call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], services: Services
 ) -> None:
-    """ApiError before the first byte is the caller's to report; after it, it is sent as an event."""
+    """Deliver an answer. Raise ApiError before the first byte; send later errors as an event."""
     flow = TextFlow(exchange, services)
-    with _settling(flow, call.watch(flow.cancel)):
+    with _noting_charge(call, flow), _settling(flow, call.watch(flow.cancel)):
         await flow.begin()
         if flow.is_client_gone:
             raise GoneError  # while its prompt was cut into tokens
-        if exchange.asked.stream:
+        if exchange.text_request.stream:
             relayed = flow.relayed() if dialect.relays else None
             if relayed is None:
                 await _stream(call, flow, dialect, headers)
             else:
                 await _relay(call, flow, relayed, dialect, headers)
         else:
-            choices = await collect_choices(flow)
-            if flow.is_client_gone:
-                raise GoneError
-            body = dialect.whole(exchange, choices)
-            if dialect.keep is not None:
-                await dialect.keep()
+            body = await _collect(flow, dialect)
+            exchange.timeline.enter("deliver")
             timed = {**headers, **flow.headers(), "server-timing": exchange.server_timing()}
             await call.reply(Response.json(body, headers=timed))
+
+
+@contextmanager
+def _observing(exchange: Exchange, services: Services) -> Generator[None]:
+    """Report a request without a connection to the observer, however it ends."""
+    error: ApiError | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = None if isinstance(caught, GoneError) else as_api_error(caught)
+        raise
+    finally:
+        services.observer.finish_inside(exchange, error)
+
+
+@contextmanager
+def _noting_charge(call: ApiCall, flow: TextFlow) -> Generator[None]:
+    try:
+        yield
+    finally:
+        call.charged = flow.is_charged
 
 
 @contextmanager
@@ -119,7 +199,7 @@ def _settling(flow: TextFlow, unwatch: Callable[[], None] | None = None) -> Gene
 async def _relay(
     call: ApiCall, flow: TextFlow, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
 ) -> None:
-    """As _stream, with an upstream's bytes."""
+    """Stream like `_stream`, but pass on an upstream's bytes."""
     first: list[bytes] = []
 
     def hold(data: bytes) -> bool:
@@ -143,6 +223,7 @@ async def _relay(
     except Exception as error:
         await call.write(dialect.events(flow.exchange).error(as_api_error(error)), more=False)
         raise
+    flow.exchange.timeline.enter("deliver")
     await call.write(b"", more=False)
 
 
@@ -165,7 +246,7 @@ async def _stream(call: ApiCall, flow: TextFlow, dialect: Dialect, headers: Mapp
         return offer(data) if data else True
 
     beginning = events.begin() + events.piece(first[0])
-    await call.begin_events({**headers, **flow.headers()})
+    await call.begin_events({**headers, **flow.headers()}, dialect.stream_type)
     try:
         await call.write(beginning)
         while not await flow.run(write):
@@ -180,4 +261,5 @@ async def _stream(call: ApiCall, flow: TextFlow, dialect: Dialect, headers: Mapp
     except Exception as error:
         await call.write(events.error(as_api_error(error)), more=False)
         raise
+    flow.exchange.timeline.enter("deliver")
     await call.write(last, more=False)

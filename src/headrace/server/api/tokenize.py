@@ -5,7 +5,8 @@ An upstream's model can be tokenised only if its configuration names a tokenizer
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
@@ -15,14 +16,16 @@ from headrace.gateway.accounts.access import find_model
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.fleet import ServedVariant, no_tokens
+from headrace.models.text.tokenizer import Tokenizer
 from headrace.server.api.chat_completions import ChatInputMessage, template_messages
 from headrace.server.api.common_parameters import MODEL
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import Parameter, ParameterTable, parse_body
+from headrace.server.http.body_parameters import Parameter, ParameterTable
 from headrace.server.http.route_table import Route
 
 _LIMITS: Final = RequestLimits()
+_DECODED_AT_ONCE: Final = 1024  # tokens; more are decoded in a thread
 
 TOKENIZE_PARAMETERS: Final[ParameterTable] = {
     "model": MODEL,
@@ -30,6 +33,7 @@ TOKENIZE_PARAMETERS: Final[ParameterTable] = {
     "messages": Parameter(
         "Chat to tokenise with the model's template, instead of `prompt`.",
         Annotated[list[ChatInputMessage], Meta(min_length=1)],
+        limit="messages",
     ),
     "add_generation_prompt": Parameter("Ends the chat where the model's turn begins. Default: true.", bool),
     "add_special_tokens": Parameter("Adds the model's special tokens to the text. Default: true.", bool),
@@ -53,23 +57,34 @@ async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str,
         tokens = await tokens_of(served, text, "messages", whole=True)
     else:
         whole = not given.get("add_special_tokens", True)
-        tokens = await tokens_of(served, given["prompt"], "prompt", whole=whole) if given["prompt"] else ()
+        prompt = served.prompt_text(given["prompt"])
+        tokens = await tokens_of(served, prompt, "prompt", whole=whole) if prompt else ()
     found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.known_context, "tokens": list(tokens)}
     if given.get("return_token_strs"):
-        found["token_strs"] = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        found["token_strs"] = await asyncio.to_thread(_token_texts, tokenizer, tokens)
     return found
+
+
+def _token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
 
 async def detokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str, Any]:
     tokenizer, tokens = served.own_tokenizer, given["tokens"]
     if tokenizer is None:
         raise no_tokens(served.name)
-    for token in tokens:
-        if token >= tokenizer.vocab_size:
-            raise invalid_request(
-                f"'tokens' has the id {token}. Expected at most {tokenizer.vocab_size - 1}.", "tokens"
-            )
-    return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
+    most = served.known_context
+    if most and len(tokens) > most:
+        raise invalid_request(
+            f"'tokens' has {len(tokens)} ids. Expected at most {most}, the context of '{served.name}'.", "tokens"
+        )
+    if tokens and max(tokens) >= tokenizer.vocab_size:
+        raise invalid_request(
+            f"'tokens' has the id {max(tokens)}. Expected at most {tokenizer.vocab_size - 1}.", "tokens"
+        )
+    if len(tokens) <= _DECODED_AT_ONCE:
+        return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
+    return {"prompt": await asyncio.to_thread(tokenizer.decode, tokens, skip_special_tokens=False)}
 
 
 def routes(context: EndpointContext) -> tuple[Route, ...]:
@@ -87,8 +102,8 @@ def _route(
     about: str,
 ) -> Route:
     async def handler(call: ApiCall) -> None:
-        given = parse_body(await context.body(call), table)
+        given = await context.parameters(call, table)
         served = find_model(call.caller, context.services.fleet, given.get("model", ""))
         await context.reply(call, Response.json(await convert(served, given)))
 
-    return Route("POST", path, handler, about, table)
+    return Route("POST", path, handler, about, table, lenient=True)

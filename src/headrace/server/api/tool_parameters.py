@@ -1,21 +1,24 @@
-"""What the dialects share about tools: their names, the checks of a list of tools, and the arguments of a call.
+"""The parts of tools that dialects share: their names, the checks of a list of tools, and the arguments of a call.
 
 Does not know the shape of any dialect's tools.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from headrace.config import RequestLimits
-from headrace.gateway.api_errors import invalid_request
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import Tool
 from headrace.server.api.common_parameters import check_count
+from headrace.server.http.unknown_fields import UnknownFields
 
+RAW_ARGUMENTS: Final = "_raw"  # key that holds a call's arguments if the model did not write a JSON object
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -32,6 +35,35 @@ def check_tools(tools: Sequence[Tool], limits: RequestLimits, *, name_field: str
     return tuple(tools)
 
 
+def split_hosted_tools(tools: Sequence[Any], own: Sequence[str]) -> tuple[list[tuple[int, Any]], list[tuple[int, str]]]:
+    """Return the tools of these types or without a type, and the types of the others, each with its index."""
+    ours: list[tuple[int, Any]] = []
+    hosted: list[tuple[int, str]] = []
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        # A misspelled type is not a hosted tool: it is rejected when the tool is converted.
+        if not isinstance(kind, str) or kind in own or difflib.get_close_matches(kind[:64], own, n=1, cutoff=0.7):
+            ours.append((index, tool))  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            hosted.append((index, kind[:100]))
+    return ours, hosted
+
+
+def leave_out_hosted_tools(
+    hosted: Sequence[tuple[int, str]], unknown: UnknownFields, *, are_alone: bool, expected: str
+) -> None:
+    """Leave out tools that a service runs itself, such as web search: this server runs none, and the model may do
+    without one. ApiError if the request is strict, or has no other tool that the model could call."""
+    for index, kind in hosted:
+        if unknown.strict or are_alone:
+            raise ApiError(
+                f"'tools[{index}]' is of type '{kind}'. Expected {expected}: the server runs no tools itself.",
+                parameter=f"tools[{index}].type",
+                code="unsupported_parameter",
+            )
+        unknown.ignore(f"tools.{kind}")
+
+
 def check_has_tools(tools: Sequence[Tool]) -> None:
     """Raise ApiError if a tool choice that requires a call comes without tools."""
     if not tools:
@@ -44,6 +76,13 @@ def check_named_tool(name: str, tools: Sequence[Tool]) -> str:
     return name
 
 
+def check_allowed_tools(names: Sequence[str], tools: Sequence[Tool]) -> tuple[str, ...] | None:
+    """Return the tools that may be called, in the order of `tools`; None if they are all."""
+    check_count("tool_choice.tools", len(names), len(tools))
+    allowed = {check_named_tool(name, tools) for name in names}
+    return None if len(allowed) == len(tools) else tuple(tool.name for tool in tools if tool.name in allowed)
+
+
 def decode_arguments(arguments: str) -> dict[str, Any] | None:
     """Return a call's arguments, {} for an empty string. None if they are not a JSON object."""
     try:
@@ -51,3 +90,9 @@ def decode_arguments(arguments: str) -> dict[str, Any] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments for dialects that have an object there. What is no object stands under a key."""
+    decoded = decode_arguments(arguments)
+    return {RAW_ARGUMENTS: arguments} if decoded is None else decoded

@@ -6,15 +6,18 @@ Speaks plain ASGI and knows no endpoint. RequestCycle is the server's side of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
-from headrace.gateway.serving.exchange import Caller
-from headrace.server.http.request_cycle import BODY, GONE, PUSH
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.observe.traces.timeline import Timeline
+from headrace.server.http.content_encoding import Inflater, inflater_for
+from headrace.server.http.request_cycle import BEGAN, BODY, GONE, PUSH
+from headrace.server.http.unknown_fields import IGNORED_HEADER, STRICT, UnknownFields
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,6 +26,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
 JSON = b"application/json"
+LOCAL: Final = "headrace.local"  # marks the ASGI scope of calls on the admin socket
+OPENAI: Final = "openai"  # the shape of errors
+ANTHROPIC: Final = "anthropic"
+OLLAMA: Final = "ollama"
+EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
+_TURN: Final = 1024 * 1024  # bytes inflated before other requests get a turn of the event loop
 _encode = msgspec.json.Encoder().encode
 
 
@@ -50,13 +59,17 @@ class ApiCall:
         "_take",
         "_when_gone",
         "caller",
+        "charged",
+        "errors",
+        "exchange",
         "headers",
         "id",
-        "log_fields",
         "params",
         "scope",
         "started",
         "status",
+        "timeline",
+        "unknown",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, id: str) -> None:
@@ -73,11 +86,15 @@ class ApiCall:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        self.errors = _client_dialect(scope["path"], self.headers)  # the shape of errors
         self.params: dict[str, str] = {}  # parameters of the path
         self.caller = Caller()
+        self.charged = False  # its reservation counts as a request
         self.started = False  # the response's status has been sent
         self.status = 0
-        self.log_fields: dict[str, Any] = {}  # for the log
+        self.exchange: Exchange | None = None  # of a call for text, once it has ended
+        self.timeline = Timeline(scope.get(BEGAN), self.headers.get("traceparent"))
+        self.unknown: UnknownFields = STRICT  # what becomes of unknown fields of its body
 
     def query(self) -> dict[str, str]:
         try:
@@ -86,19 +103,32 @@ class ApiCall:
             raise invalid_request("The query string is not valid ASCII, or has more than 32 fields.") from None
         return dict(pairs)
 
+    def take_body(self, most: int) -> bytes | None:
+        """Return the whole body if it has arrived and is not compressed, else None. ApiError beyond `most` bytes."""
+        whole = None if self._take is None or "content-encoding" in self.headers else self._take()
+        if whole is not None and len(whole) > most:
+            raise _too_large(most)
+        return whole
+
     async def body(self, most: int, seconds: float) -> bytes:
-        """Return the whole body. ApiError if it is longer than `most` bytes or takes longer than `seconds`."""
-        if self._take is not None and (whole := self._take()) is not None:
-            if len(whole) > most:
-                raise _too_large(most)
+        """Return the whole body, inflated. ApiError beyond `most` bytes, and if it takes longer than `seconds`."""
+        if (whole := self.take_body(most)) is not None:
             return whole
         chunks: list[bytes] = []
         async for chunk in self.chunks(most, seconds):
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def chunks(self, most: int, seconds: float) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. The time that the caller spends on a chunk counts towards `seconds`."""
+    def chunks(self, most: int, seconds: float) -> AsyncIterator[bytes]:
+        """Yield the body as it comes, inflated. The time that the caller spends on a chunk counts towards `seconds`.
+
+        ApiError 415 for an unknown content-encoding, and 413 beyond `most` bytes, received or inflated.
+        """
+        inflater = inflater_for(self.headers.get("content-encoding"))
+        received = self._received(most, seconds)
+        return received if inflater is None else _inflated(received, inflater, most)
+
+    async def _received(self, most: int, seconds: float) -> AsyncIterator[bytes]:
         declared = self.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             raise _too_large(most)
@@ -120,6 +150,17 @@ class ApiCall:
             if received > most:
                 raise _too_large(most)
             if chunk:
+                yield chunk
+            if not message.get("more_body", False):
+                return
+
+    async def raw_chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body as it was sent, without bounds: for another process that has them."""
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise GoneError
+            if chunk := message.get("body", b""):
                 yield chunk
             if not message.get("more_body", False):
                 return
@@ -162,24 +203,36 @@ class ApiCall:
         headers = [
             (b"content-type", reply.type),
             (b"content-length", str(len(reply.body)).encode()),
-            (b"x-request-id", self.id.encode()),
+            *self._own_headers(),
             *((name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()),
         ]
         await self._begin(reply.status, headers)
         body = b"" if self.scope["method"] == "HEAD" else reply.body
         await self._send({"type": "http.response.body", "body": body})
 
+    def _own_headers(self) -> Iterator[tuple[bytes, bytes]]:
+        id = self.id.encode()
+        yield b"x-request-id", id
+        if self.errors == ANTHROPIC:
+            yield b"request-id", id  # where Anthropic's clients look
+        if ignored := self.unknown.header:
+            yield IGNORED_HEADER.encode(), ignored.encode()
+
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.started, self.status = True, status
 
-    async def begin_events(self, headers: Mapping[str, str]) -> None:
-        """Start a response of server-sent events."""
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Start a response with exactly these headers."""
+        await self._begin(status, headers)
+
+    async def begin_events(self, headers: Mapping[str, str], type: bytes = EVENT_STREAM) -> None:
+        """Start a response that is sent in pieces, by default server-sent events."""
         raw = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # tells nginx not to buffer
-            (b"x-request-id", self.id.encode()),
+            *self._own_headers(),
             *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
         ]
         await self._begin(200, raw)
@@ -208,18 +261,47 @@ class ApiCall:
             (b"content-length", str(length).encode()),
             (b"content-disposition", f'attachment; filename="{filename}"'.encode("latin-1", "replace")),
             (b"x-content-type-options", b"nosniff"),
-            (b"x-request-id", self.id.encode()),
+            *self._own_headers(),
             *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
         ]
         await self._begin(200, raw)
+
+
+async def _inflated(received: AsyncIterator[bytes], inflater: Inflater, most: int) -> AsyncIterator[bytes]:
+    total = 0
+    turn = _TURN
+    async for chunk in received:
+        for piece in inflater.inflate(chunk):
+            total += len(piece)
+            if total > most:
+                raise _too_large(most)
+            yield piece
+            if total > turn:
+                turn = total + _TURN
+                await asyncio.sleep(0)
+    inflater.finish()
+
+
+def _client_dialect(path: str, headers: Mapping[str, str]) -> str:
+    """Return the shape of errors for a client, on paths that no dialect owns."""
+    if path.startswith("/api/"):
+        return OLLAMA
+    speaks_anthropic = "anthropic-version" in headers or path == "/v1/messages" or path.startswith("/v1/messages/")
+    return ANTHROPIC if speaks_anthropic else OPENAI
 
 
 def _too_large(most: int) -> ApiError:
     return ApiError(f"The request body is longer than the limit of {most} bytes.", status=413, code="request_too_large")
 
 
-def error_reply(error: ApiError, dialect: str) -> Response:
-    body = error.anthropic() if dialect == "anthropic" else error.openai()
+def error_reply(error: ApiError, dialect: str, request_id: str | None = None) -> Response:
+    match dialect:
+        case "anthropic":
+            body = error.anthropic(request_id)
+        case "ollama":
+            body = error.ollama()
+        case _:
+            body = error.openai()
     headers = dict(error.headers)
     if error.retry_after is not None:
         # Round up, but not for the error of a float sum.

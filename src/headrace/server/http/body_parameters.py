@@ -1,25 +1,33 @@
 """Reads a request's body by an endpoint's parameter table, and turns the table into a JSON schema.
 
-A table lists every documented parameter, supported or not. A parameter that is not in the table is an error that names
-it: no parameter is dropped silently. Does not know any endpoint.
+A table lists every parameter that clients are known to send, in one of three kinds: honoured; rejected by name, because
+ignoring it would change the meaning of the answer; or a hint, which may be ignored. UnknownFields decides about
+hints and about parameters that no table has. No parameter is dropped silently. Does not know any endpoint.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import msgspec
 
+from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.observe import metrics
+from headrace.server.http.bounded_json import BodyShape, decode_body
+from headrace.server.http.json_structure import TooManyValuesError
+from headrace.server.http.unknown_fields import STRICT, UnknownFields, drop_unknown
 
 _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 # msgspec names an object's field in the message, not in the path.
 _FIELD: Final = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
+_UNKNOWN_FIELD: Final = "Object contains unknown field "  # msgspec's words
 _LONGEST_NAME: Final = 100  # characters of a client's parameter name that an error repeats
-_SIMILARITY: Final = 0.7  # of difflib, from which on a name is suggested
+_FIRST_INDEX: Final = re.compile(r"( - at `\$)\[(\d+)\]")  # of msgspec's path
+_CONVERTED_AT_ONCE: Final = 1024  # items of a list
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -28,25 +36,37 @@ class Parameter(msgspec.Struct, frozen=True):
     required: bool = False
     unsupported: str | None = None  # the reason, for the error message; None if the parameter is supported
     no_op_values: tuple[Any, ...] = ()  # values of an unsupported parameter that change nothing and are accepted
+    hint: bool = False  # of an unsupported parameter: it cannot change the meaning of an answer, so it may be ignored
+    limit: str | None = None  # field of RequestLimits that bounds the items of a list
 
 
 ParameterTable = Mapping[str, Parameter]
 
 
-def parse_body(body: bytes, table: ParameterTable) -> dict[str, Any]:
+def parse_body(
+    body: bytes, table: ParameterTable, limits: RequestLimits, unknown: UnknownFields = STRICT
+) -> dict[str, Any]:
     """Return the parameters of a JSON body, converted to their types.
 
-    ApiError for a body that is not a JSON object, and for the first parameter that is unknown, unsupported, missing or
-    invalid.
+    ApiError for a body that is not a JSON object or exceeds a limit, and for the first parameter that is unsupported,
+    missing or invalid, or unknown if the request is strict.
     """
-    return parse_parameters(parse_body_object(body), table)
+    return parse_parameters(parse_body_object(body, limits, table), table, unknown)
 
 
-def parse_body_object(body: bytes) -> dict[str, Any]:
+def parse_body_object(body: bytes, limits: RequestLimits, table: ParameterTable | None = None) -> dict[str, Any]:
+    """Decode a body. The size of a large one is checked before it is decoded: the number of its values, and the items
+    of each parameter."""
     if not body:
         raise invalid_request("The body is empty. Send a JSON object.")
+
+    def check(shape: BodyShape) -> None:
+        _check_shape(shape, limits, table)
+
     try:
-        value: object = msgspec.json.decode(body)
+        value: object = decode_body(body, most_values=limits.values, check=check)
+    except TooManyValuesError:
+        raise _too_many("values", f"The body has more than {limits.values} values") from None
     except msgspec.DecodeError as error:
         raise invalid_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except (RecursionError, UnicodeDecodeError):
@@ -54,33 +74,80 @@ def parse_body_object(body: bytes) -> dict[str, Any]:
         raise invalid_request(message, code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid_request("The body must be a JSON object.", code="invalid_json")
-    return value  # pyright: ignore[reportUnknownVariableType]
+    found: dict[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
+    if len(found) > limits.fields:
+        raise _too_many_fields(len(found), limits)
+    return found
 
 
-def parse_parameters(values: Mapping[str, Any], table: ParameterTable) -> dict[str, Any]:
+def _check_shape(shape: BodyShape, limits: RequestLimits, table: ParameterTable | None) -> None:
+    if shape.fields > limits.fields:
+        raise _too_many_fields(shape.fields, limits)
+    if table is None:
+        return
+    for name, items in shape.items():
+        parameter = table.get(name)
+        most = None if parameter is None else most_items(parameter, limits)
+        if most is not None and items > most:
+            found = f"'{name}' has {items} items. Expected at most {most}"
+            raise _too_many(name, found, parameter=name)
+
+
+def most_items(parameter: Parameter, limits: RequestLimits) -> int | None:
+    """Return how many items a list or an object may have; None if only the body as a whole is limited."""
+    return _longest(parameter.type) if parameter.limit is None else getattr(limits, parameter.limit)
+
+
+@lru_cache(maxsize=1024)
+def _longest(type: Any) -> int | None:
+    """Return the max_length of a type that is a list or an object, also among other types."""
+    info = msgspec.inspect.type_info(type)
+    each = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    lengths = [one.max_length for one in each if isinstance(one, msgspec.inspect.ListType | msgspec.inspect.DictType)]
+    return lengths[0] if lengths else None
+
+
+def _too_many_fields(found: int, limits: RequestLimits) -> ApiError:
+    return _too_many("fields", f"The body has {found} fields. Expected at most {limits.fields}")
+
+
+def _too_many(what: str, found: str, *, parameter: str | None = None) -> ApiError:
+    metrics.of(metrics.bodies_refused, what).inc()
+    return ApiError(f"{found}.", parameter=parameter, code="too_many_values")
+
+
+def parse_parameters(
+    values: Mapping[str, Any], table: ParameterTable, unknown: UnknownFields = STRICT, *, within: str = ""
+) -> dict[str, Any]:
+    """Return the parameters of an object, converted to their types. `within`: the object's own path in the body."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         parameter = table.get(name)
+        path = f"{within}.{name}" if within else name
         if parameter is None:
-            raise unknown_parameter(name, (known for known, each in table.items() if each.unsupported is None))
-        if value is None:
+            if value is not None or unknown.strict:
+                unknown.ignore_unknown(path, name, supported_names(table))
+        elif value is None:
             continue
-        if parameter.unsupported is None:
-            result[name] = convert_value(value, parameter.type, name)
-        elif value not in parameter.no_op_values:
-            raise unsupported_parameter(name, parameter.unsupported)
+        elif parameter.unsupported is None:
+            result[name] = convert_value(value, parameter.type, path, unknown)
+        elif not is_no_op(value, parameter):
+            if unknown.strict or not parameter.hint:
+                raise unsupported_parameter(path, parameter.unsupported)
+            unknown.ignore(path, label=name)
     for name, parameter in table.items():
         if parameter.required and name not in result:
-            raise _missing_parameter(name)
+            raise _missing_parameter(f"{within}.{name}" if within else name)
     return result
 
 
-def unknown_parameter(name: str, known: Iterable[str] = (), *, what: str = "parameter") -> ApiError:
-    """Build the error for a name that is not among the known ones, with a suggestion if one of them is similar."""
-    name = name[:_LONGEST_NAME]
-    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=_SIMILARITY)
-    hint = f" Did you mean '{similar[0]}'?" if similar else ""
-    return ApiError(f"Unknown {what} '{name}'.{hint}", parameter=name, code="unknown_parameter")
+def supported_names(table: ParameterTable) -> list[str]:
+    return [name for name, parameter in table.items() if parameter.unsupported is None]
+
+
+def is_no_op(value: Any, parameter: Parameter) -> bool:
+    """True if a value of an unsupported parameter changes nothing. True is not the number 1."""
+    return any(value == each and (type(value) is bool) == (type(each) is bool) for each in parameter.no_op_values)
 
 
 def unsupported_parameter(name: str, reason: str) -> ApiError:
@@ -91,14 +158,57 @@ def _missing_parameter(name: str) -> ApiError:
     return ApiError(f"Missing required parameter '{name}'.", parameter=name, code="missing_required_parameter")
 
 
-def convert_value(value: Any, type: Any, name: str) -> Any:
-    """Convert a value to a type. ApiError with the path of the part that is invalid."""
+def convert_value(value: Any, type: Any, name: str, unknown: UnknownFields = STRICT) -> Any:
+    """Convert a value to a type. ApiError with the path of the part that is invalid.
+
+    A long list is converted in slices: one step must not hold the interpreter lock for long.
+    """
     try:
-        return msgspec.convert(value, type)
+        try:
+            return _convert(value, type)
+        except msgspec.ValidationError as error:
+            if unknown.strict or _UNKNOWN_FIELD not in str(error):
+                raise
+        # Only now, because looking for all unknown fields takes much longer than converting.
+        return _convert(drop_unknown(value, type, name, unknown), type)
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise _conversion_error(str(error), name) from None
     except RecursionError:
         raise ApiError(f"'{name}' is nested too deeply.", parameter=name, code="invalid_value") from None
+
+
+def _convert(value: Any, type: Any) -> Any:
+    if not isinstance(value, list) or len(value) <= _CONVERTED_AT_ONCE:  # pyright: ignore[reportUnknownArgumentType]
+        return msgspec.convert(value, type)
+    return _convert_list(value, type)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _convert_list(value: list[Any], type: Any) -> Any:
+    longest = _longest(type)
+    if longest is not None and len(value) > longest:
+        return msgspec.convert(value, type)  # raises the error
+    found: list[Any] = []
+    for start in range(0, len(value), _CONVERTED_AT_ONCE):
+        try:
+            piece = msgspec.convert(value[start : start + _CONVERTED_AT_ONCE], type)
+        except msgspec.ValidationError as error:
+            raise msgspec.ValidationError(_FIRST_INDEX.sub(partial(_later_index, start), str(error), 1)) from None
+        if not isinstance(piece, list):
+            return msgspec.convert(value, type)
+        found += piece
+    return found
+
+
+def _later_index(start: int, found: re.Match[str]) -> str:
+    return f"{found[1]}[{start + int(found[2])}]"
+
+
+def drop_nulls(given: Any) -> Any:
+    """Drop null fields: clients that send items back include every field."""
+    if not isinstance(given, dict):
+        return given
+    values: dict[str, Any] = given  # pyright: ignore[reportUnknownVariableType]
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _conversion_error(message: str, name: str) -> ApiError:
@@ -119,8 +229,11 @@ def invalid_value(name: str, reason: str) -> ApiError:
     return ApiError(f"'{name}': {reason[:1].lower()}{reason[1:]}.", parameter=name, code="invalid_value")
 
 
-def body_schema(table: ParameterTable, name: str, components: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a body. Adds the types that it refers to, and itself, to `components`."""
+def body_schema(
+    table: ParameterTable, name: str, components: dict[str, Any], *, lenient: bool = False
+) -> dict[str, Any]:
+    """Return the JSON schema of a body. Adds the types that it refers to, and itself, to `components`. `lenient`: a
+    body may have further fields, which are ignored."""
     supported = {key: parameter for key, parameter in table.items() if parameter.unsupported is None}
     schemas, types = msgspec.json.schema_components(
         [parameter.type for parameter in supported.values()], ref_template="#/components/schemas/{name}"
@@ -134,6 +247,6 @@ def body_schema(table: ParameterTable, name: str, components: dict[str, Any]) ->
         "type": "object",
         "properties": properties,
         "required": [key for key, parameter in supported.items() if parameter.required],
-        "additionalProperties": False,
+        "additionalProperties": lenient,
     }
     return {"$ref": f"#/components/schemas/{name}"}

@@ -1,6 +1,6 @@
 """Edge and Connection: HTTP/1.1 connections for an ASGI application, with a bound on everything that a client may do.
 
-RequestCycle has one request with its response; httptools parses. Knows nothing of what requests mean.
+RequestCycle has one request with its response; httptools parses. Does not interpret requests.
 
     socket ──▶ Connection ──▶ RequestCycle ──receive──▶ application ──send──▶ RequestCycle ──▶ socket
 
@@ -16,7 +16,7 @@ import json
 import logging
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from email.utils import formatdate
 from typing import Any, Final, cast
@@ -27,7 +27,8 @@ import msgspec
 
 from headrace.config import ServerConfig
 from headrace.observe import metrics
-from headrace.server.http.request_cycle import STATUS, Message, RequestCycle
+from headrace.server.http.client_address import client_address
+from headrace.server.http.request_cycle import BEGAN, STATUS, Message, RequestCycle
 
 log: Final = logging.getLogger(__name__)
 
@@ -41,11 +42,14 @@ _UNREAD: Final = 64 * 1024  # bytes of a body that the application has not read;
 _PIPELINED: Final = 16  # pipelined requests that wait for the one before
 _PROGRESS: Final = 16 * 1024  # bytes that a slow reader must take within `reader_s`
 _LINGER: Final = 2.0  # seconds for a client to read why its connection ends, while its input is dropped
+_DROPPED_PER_S: Final = 32 * 1024 * 1024  # bytes of unwanted input, of all connections together
+_DROPPED_AHEAD_S: Final = 0.05
 _TOLD: Final = 64  # connections beyond the limit that get a 503; further ones are closed without a response
 
 
 class ConnectionBounds(msgspec.Struct, frozen=True):
     connections: int
+    address_connections: int
     header_bytes: int
     header_s: float
     idle_s: float
@@ -53,18 +57,27 @@ class ConnectionBounds(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, server: ServerConfig) -> ConnectionBounds:
-        return cls(server.connections, server.header_bytes, server.header_s, server.idle_s, server.reader_s)
+        return cls(
+            connections=server.connections,
+            address_connections=server.address_connections,
+            header_bytes=server.header_bytes,
+            header_s=server.header_s,
+            idle_s=server.idle_s,
+            reader_s=server.reader_s,
+        )
 
 
 class Edge:
-    """All of it belongs to one event loop."""
+    """Not thread-safe: belongs to one event loop."""
 
     def __init__(self, application: Application, bounds: ConnectionBounds) -> None:
         self.application = application
         self.bounds = bounds
         self.draining = False  # each connection is closed after the response in progress
         self.connections: set[Connection] = set()
+        self.addresses: Counter[str] = Counter()  # connections of each address
         self.tasks: set[asyncio.Task[None]] = set()  # one for each cycle in progress
+        self.dropped_until = 0.0  # when the input that was dropped has used up its pace
         self.deserted = asyncio.Event()  # set while there is no connection
         self.deserted.set()
         self._server: asyncio.Server | None = None
@@ -74,6 +87,14 @@ class Edge:
     async def listen(self, listening: socket.socket, backlog: int) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=backlog)
+
+    async def listen_also(self, listening: socket.socket) -> asyncio.Server:
+        """Accept the connections of another socket, until its server is closed."""
+        return await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listening)
+
+    async def listen_on_path(self, listening: socket.socket) -> asyncio.Server:
+        """The same for a Unix socket."""
+        return await asyncio.get_running_loop().create_unix_server(lambda: Connection(self), sock=listening)
 
     async def drain(self, seconds: float, hurry: asyncio.Event) -> None:
         """Let requests in progress finish, for at most `seconds` or until `hurry` is set. Answers new requests."""
@@ -95,7 +116,7 @@ class Edge:
         await self.deserted.wait()  # wait until the last bytes have been read
 
     async def close(self) -> None:
-        """Abort what is left."""
+        """Abort the remaining connections."""
         if self._server is not None:
             self._server.close()
         for task in list(self.tasks):
@@ -131,8 +152,9 @@ class Connection(asyncio.Protocol):
         self._bounds = edge.bounds
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
+        self._address = ""  # of the client; empty for a Unix socket
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._deaf = False  # input is dropped
+        self._drops_input = False
         self._half = False  # the client has closed its half of the connection
         self._finished = False  # nothing more is written
         self._paused = False  # the socket is not read
@@ -147,7 +169,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0  # of URL and headers, those after a body included
-        self._loose = 0  # bytes since the parser last made progress
+        self._unparsed_bytes = 0  # bytes since the parser last made progress
         self._moved = False  # the parser made progress
         self._declared: int | None = 0
         self._expects = False
@@ -161,15 +183,27 @@ class Connection(asyncio.Protocol):
         self.edge.deserted.clear()
         metrics.connections.inc()
         over = len(connections) - self._bounds.connections
-        if over <= 0:
+        over_address = 0
+        if address := client_address(transport.get_extra_info("peername")):
+            self._address = address
+            self.edge.addresses[address] += 1
+            over_address = self.edge.addresses[address] - self._bounds.address_connections
+        if over <= 0 and over_address <= 0:
             self._wait(self._bounds.idle_s, "idle")
-        elif over <= _TOLD:
-            self._refuse(503, "The server has too many connections. Retry later.", "too many")
+        elif max(over, over_address) > _TOLD:
+            self._cut("too many" if over > 0 else "too many of one address")
+        elif over > 0:
+            self._refuse(503, "The server has too many connections. Retry later.", "too many", kind="overloaded_error")
         else:
-            self._cut("too many")
+            message = f"Your address has {self._bounds.address_connections} connections, as many as it may. Close some."
+            self._refuse(503, message, "too many of one address", kind="overloaded_error")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.edge.connections.discard(self)
+        if self._address:
+            self.edge.addresses[self._address] -= 1
+            if not self.edge.addresses[self._address]:
+                del self.edge.addresses[self._address]
         if not self.edge.connections:
             self.edge.deserted.set()
         metrics.connections.dec()
@@ -179,7 +213,7 @@ class Connection(asyncio.Protocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
-        self._deaf = True
+        self._drops_input = True
         for cycle in (self._running, self._reading, *self._waiting):
             if cycle is not None:
                 cycle.lose()
@@ -190,7 +224,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Treat the client as gone, although one that closed only its half still gets a short response."""
-        self._deaf = self._half = True
+        self._drops_input = self._half = True
         self._waiting.clear()
         if self._running is None:
             return False
@@ -223,10 +257,13 @@ class Connection(asyncio.Protocol):
         self._reader_timer = self._loop.call_later(self._bounds.reader_s, look)
 
     def data_received(self, data: bytes) -> None:
+        if self._drops_input:
+            self._drop(len(data))
+            return
         view = memoryview(data)
         length = max(512, min(_SLICE, self._bounds.header_bytes // 4))
         for start in range(0, len(data), length):
-            if self._deaf:
+            if self._drops_input:
                 return
             piece = view[start : start + length]
             self._moved = False
@@ -235,9 +272,19 @@ class Connection(asyncio.Protocol):
             except _RefusalError as refusal:
                 self._spoilt(refusal)
                 return
-            self._loose = 0 if self._moved else self._loose + len(piece)
-            if self._head_bytes + self._loose > self._bounds.header_bytes:
+            self._unparsed_bytes = 0 if self._moved else self._unparsed_bytes + len(piece)
+            if self._head_bytes + self._unparsed_bytes > self._bounds.header_bytes:
                 self._spoilt(_too_long())
+
+    def _drop(self, count: int) -> None:
+        """Drop input at the pace that all connections share: reading it takes time too."""
+        edge, now = self.edge, self._loop.time()
+        edge.dropped_until = max(edge.dropped_until, now) + count / _DROPPED_PER_S
+        ahead = edge.dropped_until - now - _DROPPED_AHEAD_S
+        if ahead > 0 and not self._paused and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+            self._loop.call_later(ahead, self.pace)  # reads on
 
     def _feed(self, piece: memoryview) -> None:
         try:
@@ -255,7 +302,7 @@ class Connection(asyncio.Protocol):
     def _stay(self, rest: memoryview) -> None:
         """Ignore a request to upgrade to another protocol, and answer in HTTP/1.1.
 
-        The parser takes what follows for the other protocol's, so a new parser gets an equivalent head first. Java's
+        The parser would read the rest as the other protocol, so a new parser gets an equivalent head first. Java's
         clients ask for an upgrade with every first request, and its body follows.
         """
         cycle = self._reading
@@ -276,7 +323,7 @@ class Connection(asyncio.Protocol):
         self._moved = self._in_head = True
         self._url, self._headers, self._head_bytes = b"", [], 0
         self._declared, self._expects = 0, False
-        if self._running is None and not self._deaf:
+        if self._running is None and not self._drops_input:
             self._wait(self._bounds.header_s, "slow headers")
 
     def on_url(self, url: bytes) -> None:
@@ -310,7 +357,7 @@ class Connection(asyncio.Protocol):
             self._again = False
             return
         self._moved, self._in_head = True, False
-        if self._deaf:
+        if self._drops_input:
             return
         version = self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
@@ -350,12 +397,13 @@ class Connection(asyncio.Protocol):
             "headers": self._headers,
             "client": self._transport.get_extra_info("peername"),
             "server": self._transport.get_extra_info("sockname"),
+            BEGAN: time.monotonic(),
         }
 
     def on_body(self, body: bytes) -> None:
         self._moved = True
         cycle = self._reading
-        if cycle is None or self._deaf:
+        if cycle is None or self._drops_input:
             return
         cycle.received += len(body)
         if cycle.complete:
@@ -404,7 +452,7 @@ class Connection(asyncio.Protocol):
             elif self.edge.draining:
                 self._refuse(503, "the server is about to end", "draining", kind="overloaded_error")
             else:
-                self._refuse(500, "something went wrong inside of Headrace", None, kind="server_error")
+                self._refuse(500, "something went wrong inside of Headrace", None, kind="api_error")
 
     def ended(self, cycle: RequestCycle) -> None:
         """Start the next pipelined cycle, wait for a request, or close: the response is complete."""
@@ -412,7 +460,7 @@ class Connection(asyncio.Protocol):
         if cycle.keep and self._waiting:
             self._begin(self._waiting.popleft())
             self.pace()
-        elif cycle.keep and not self._deaf:
+        elif cycle.keep and not self._drops_input:
             self._await()
         else:
             self._finish()
@@ -431,12 +479,12 @@ class Connection(asyncio.Protocol):
         """Close the connection after the response in progress."""
         if self._running is not None:
             self._running.keep = False
-        elif not self._deaf:
+        elif not self._drops_input:
             self._finish()
 
     def _stop_listening(self) -> None:
         """Read nothing after the complete requests. The client may retry the rest on another connection."""
-        self._deaf = True
+        self._drops_input = True
         if self._waiting and self._waiting[-1] is self._reading:
             self._waiting.pop()
         last = self._waiting[-1] if self._waiting else self._running
@@ -462,19 +510,21 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: int, message: str, why: str | None, *, kind: str = "invalid_request_error") -> None:
         if why is not None:
             metrics.cut.labels(why).inc()
-        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
+        # The client's dialect may be unknown, so the body has both OpenAI's shape and Anthropic's.
+        error = {"message": message, "type": kind, "param": None, "code": None}
+        body = json.dumps({"type": "error", "error": error}).encode()
         retry = b"retry-after: 1\r\n" if status == 503 else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.write(STATUS[status] + self.edge.date() + retry + head + body)
-        self._deaf = True
+        self._drops_input = True
         self._finish()
 
     def _finish(self) -> None:
-        """Flush what was written, and close the socket."""
+        """Flush the output and close the socket."""
         if self._finished or self._transport.is_closing():
             return
-        more_may_come = not self._half and (self._deaf or self._reading is not None)
-        self._deaf = self._finished = True
+        more_may_come = not self._half and (self._drops_input or self._reading is not None)
+        self._drops_input = self._finished = True
         self._waiting.clear()
         self.pace()
         if more_may_come:
@@ -486,7 +536,7 @@ class Connection(asyncio.Protocol):
             self._wait(self._bounds.reader_s, "slow reader")
 
     def abort(self) -> None:
-        self._deaf = self._finished = True
+        self._drops_input = self._finished = True
         self._transport.abort()
 
     def _cut(self, why: str) -> None:
@@ -507,7 +557,7 @@ class Connection(asyncio.Protocol):
         if why == "idle":
             self._finish()
         elif why == "slow headers":
-            self._refuse(408, "the headers did not come in time", why)
+            self._refuse(408, "the headers did not come in time", why, kind="timeout_error")
         else:
             self._cut(why)
 
@@ -516,9 +566,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def pace(self) -> None:
-        """Pause reading while the application has not read what came of the body."""
+        """Pause reading while much of the received body is unread by the application."""
         cycle = self._reading
-        full = cycle is not None and not self._deaf and not cycle.complete and len(cycle.body) > _UNREAD
+        full = cycle is not None and not self._drops_input and not cycle.complete and len(cycle.body) > _UNREAD
         if full != self._paused and not self._transport.is_closing():
             self._paused = full
             if full:

@@ -22,7 +22,7 @@ FIRST_FIELDS: Final = "the fields of an upload come before its file"
 class Upload:
     """`fields` are those before the file; `file` gives its bytes, and reads the rest after it.
 
-    A field after the file is an error, told by `file`: whether it is there in time would depend on how a body is cut.
+    A field after the file is an error, which `file` raises: whether it arrives in time depends on how the body is cut.
     """
 
     def __init__(self, content_type: str, chunks: AsyncIterator[bytes]) -> None:
@@ -41,7 +41,7 @@ class Upload:
         self._value = b""
         self._headers: dict[bytes, bytes] = {}
         self._field = ""
-        self._late: str | None = None  # a field that came after the file
+        self._late: str | None = None  # a field after the file
         self._data = bytearray()
         self._parser = MultipartParser(
             boundary,
@@ -58,7 +58,7 @@ class Upload:
         )
 
     async def begin(self) -> None:
-        """Reads to the beginning of the file."""
+        """Read up to the beginning of the file."""
         while not self._seen_file:
             if not await self._feed():
                 raise invalid_request("the upload has no 'file'", "file")
@@ -76,7 +76,7 @@ class Upload:
             raise invalid_request("the upload ends before its last boundary")
 
     async def _feed(self) -> bool:
-        """False at the body's end."""
+        """Read more of the body. Return False at its end."""
         chunk = await anext(self._chunks, None)
         if chunk is None:
             return False

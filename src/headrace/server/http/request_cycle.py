@@ -16,6 +16,7 @@ Message = MutableMapping[str, Any]
 # Extensions of ASGI that avoid a coroutine each.
 PUSH: Final = "headrace.push"  # writes a part of the body at once; returns whether there is room for more
 BODY: Final = "headrace.body"  # returns the complete request body if none of it was received yet; else None
+BEGAN: Final = "headrace.began"  # in the scope: when the headers were complete, on the monotonic clock
 GONE: Final = "headrace.gone"  # calls back once, in an iteration of the event loop of its own, when the client has left
 
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
@@ -24,7 +25,7 @@ _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class ConnectionOwner(Protocol):
-    """What the connections of a server have in common."""
+    """The state that the connections of a server share."""
 
     draining: bool  # each connection is closed after the response in progress
 
@@ -34,7 +35,7 @@ class ConnectionOwner(Protocol):
 
 
 class CycleConnection(Protocol):
-    """What a RequestCycle needs of its connection."""
+    """The part of a connection that a RequestCycle uses."""
 
     room: asyncio.Event  # set while the write buffer has room
     full: bool  # the opposite of `room`, for callers that do not wait
@@ -59,8 +60,8 @@ class RequestCycle:
     __slots__ = (
         "_chunked",
         "_connection",
+        "_end_delivered",
         "_leaving",
-        "_told",
         "_unwritten",
         "_waiter",
         "body",
@@ -101,7 +102,7 @@ class RequestCycle:
         self.started = False  # the response
         self.complete = False
         self._connection = connection
-        self._told = False  # the application has received the whole body
+        self._end_delivered = False  # the application has received the whole body
         self._chunked = False
         self._unwritten: int | None = None  # bytes missing of the declared content-length; None without one
         self._waiter: asyncio.Future[None] | None = None
@@ -110,9 +111,9 @@ class RequestCycle:
     async def receive(self) -> Message:
         connection = self._connection
         while not (self.left or self.complete):
-            if self.body or (self.whole and not self._told):
+            if self.body or (self.whole and not self._end_delivered):
                 body, self.body = bytes(self.body), bytearray()
-                self._told = self.whole
+                self._end_delivered = self.whole
                 connection.pace()
                 return {"type": "http.request", "body": body, "more_body": not self.whole}
             if self.expects:
@@ -126,16 +127,16 @@ class RequestCycle:
         return {"type": "http.disconnect"}
 
     def take(self) -> bytes | None:
-        """See BODY."""
-        if self.left or self.complete or self._told or not self.whole or self.expects:
+        """Return the whole body if it has arrived, else None. See BODY."""
+        if self.left or self.complete or self._end_delivered or not self.whole or self.expects:
             return None
         body, self.body = bytes(self.body), bytearray()
-        self._told = True
+        self._end_delivered = True
         self._connection.pace()
         return body
 
     def when_gone(self, callback: Callable[[], None] | None) -> None:
-        """See GONE. None removes the callback."""
+        """Set the callback for a client that disconnects; None removes it. See GONE."""
         self._leaving = callback
         if callback is not None and self.left:
             self.wake()
@@ -204,7 +205,7 @@ class RequestCycle:
         connection.write(b"".join(lines))
 
     def _rest_is_short(self) -> bool:
-        """Whether the rest of the body is short enough to read and drop."""
+        """True if the rest of the body is short enough to read and drop."""
         return self.declared is not None and not self.expects and self.declared - self.received <= _REST
 
     def _write(self, body: bytes, *, more: bool) -> None:

@@ -1,10 +1,9 @@
-"""Route and RouteTable: which handler answers a method and a path. Knows no endpoint."""
+"""Route and RouteTable: map a method and a path to a handler. Knows no endpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
 
 import msgspec
 
@@ -12,7 +11,6 @@ from headrace.gateway.api_errors import ApiError, unknown_url
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import ParameterTable
 
-ANTHROPIC: Final = "anthropic"  # the shape of errors
 Handler = Callable[[ApiCall], Awaitable[None]]
 
 
@@ -23,8 +21,11 @@ class Route(msgspec.Struct, frozen=True):
     about: str
     table: ParameterTable | None = None  # of its body
     open: bool = False  # without a key
-    errors: str = "openai"
+    errors: str | None = None  # the shape of errors; None: that of the dialect that the client speaks
     listed: bool = True  # in the OpenAPI document
+    lenient: bool = False  # unknown fields of its body are ignored, unless the request is strict
+    relayed: bool = False  # another process of this server answers, counts and logs it
+    reserves: bool = False  # its requests reserve limits themselves; all others are charged when they come
 
 
 class MethodError(ApiError):
@@ -47,11 +48,14 @@ class RouteTable:
         self._redact = redact
 
     def find(self, call: ApiCall) -> Route:
-        """Return the route of a call, and set the call's path parameters. ApiError where there is none."""
+        """Return the route of a call, and set the call's path parameters. ApiError if there is none."""
         method, path = call.scope["method"], call.scope["path"]
-        if method == "HEAD":
-            method = "GET"
+        if path.endswith("/") and path != "/":
+            path = path.rstrip("/") or "/"  # clients that join a base URL and a path may add one
         route = self._fixed.get((method, path))
+        if route is None and method == "HEAD":
+            method = "GET"
+            route = self._fixed.get((method, path))
         if route is not None:
             return route
         others = list(self._by_path.get(path, ()))

@@ -25,21 +25,20 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
-from headrace.gateway.database import Database, ListPage, check_listing
-from headrace.server.api import batch_lines
-from headrace.server.api import batch_table as table
-from headrace.server.api.batch_lines import InputLine
-from headrace.server.api.batch_table import BatchRecord, BatchRequest
+from headrace.gateway.database import LONGEST_PAUSE_S, Database, ListPage, check_listing
+from headrace.server.api.batches import batch_lines
+from headrace.server.api.batches import batch_table as table
+from headrace.server.api.batches.batch_kind import OPENAI_BATCH, BatchKind, kind_of
+from headrace.server.api.batches.batch_lines import InputLine
+from headrace.server.api.batches.batch_table import BatchRecord, BatchRequest
 from headrace.server.api.files import EXPIRY, FileStore, on_disk
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class BatchOwner(NamedTuple):
@@ -50,15 +49,9 @@ class BatchOwner(NamedTuple):
 # url, body, owner, batch id, custom id → HTTP status, body. An exception becomes the error that the client gets.
 RunRequest = Callable[[str, dict[str, Any], BatchOwner, str, str], Awaitable[tuple[int, dict[str, Any]]]]
 
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOWS: Final = {"24h": 24 * 3600}  # seconds
 _REFUSED: Final = (429, 503)
 _OUTPUT_SECONDS: Final = 30 * 24 * 3600
-_LONGEST_STORAGE_PAUSE: Final = 30.0  # seconds
-_UNRUN: Final = {
-    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
-    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
-}
 
 
 class BatchLimits(Protocol):
@@ -87,6 +80,7 @@ class _Live(msgspec.Struct):
     input_file_id: str
     expires_at: int
     output_seconds: int
+    kind: BatchKind
     cancelled: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     waiting: deque[BatchRequest] = msgspec.field(default_factory=deque[BatchRequest])  # to be run or retried
     running: int = 0
@@ -108,6 +102,7 @@ class Batches:
         unfinished_of_tenant: int = 100,
         kept: int = 10_000,  # ended batches; older ones are deleted, their files are not
         line_bytes: int = 8 * 1024 * 1024,  # 8 MiB
+        line_values: int = 262_144,
         backoff: BatchBackoff | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -121,6 +116,7 @@ class Batches:
         self._unfinished_of_tenant = unfinished_of_tenant
         self._kept = kept
         self._line_bytes = line_bytes
+        self._line_values = line_values
         self._backoff = BatchBackoff() if backoff is None else backoff
         self._clock = clock
         self._live: dict[str, _Live] = {}
@@ -137,11 +133,13 @@ class Batches:
         key: str = "",
         metadata: Mapping[str, str] | None = None,
         output_expires_after: int | None = None,  # seconds
+        kind: BatchKind = OPENAI_BATCH,
+        total: int = 0,  # requests, where that is known
     ) -> BatchRecord:
         if self._closed:
             raise ApiError("The server is shutting down. Try again later.", kind="overloaded_error", code="draining")
-        if endpoint not in ENDPOINTS:
-            raise invalid_request(f"'endpoint' must be one of {', '.join(ENDPOINTS)}.", "endpoint")
+        if endpoint not in kind.endpoints:
+            raise invalid_request(f"'endpoint' must be one of {', '.join(kind.endpoints)}.", "endpoint")
         if completion_window not in WINDOWS:
             raise invalid_request(f"'completion_window' must be {' or '.join(WINDOWS)}.", "completion_window")
         if output_expires_after is not None and not EXPIRY[0] <= output_expires_after <= EXPIRY[1]:
@@ -150,7 +148,7 @@ class Batches:
             )
         _check_metadata(metadata)
         new = table.NewBatch(
-            id="batch_" + secrets.token_hex(16),
+            id=f"{kind.prefix}_{secrets.token_hex(16)}",
             tenant=tenant,
             key=key,
             endpoint=endpoint,
@@ -160,6 +158,7 @@ class Batches:
             output_seconds=output_expires_after or _OUTPUT_SECONDS,
             created_at=int(self._clock()),
             seconds=WINDOWS[completion_window],
+            total=total,
         )
 
         def insert(connection: sqlite3.Connection) -> sqlite3.Row:
@@ -168,24 +167,42 @@ class Batches:
                 raise _too_many("The server has too many unfinished batches. Try again later.")
             if own >= self._unfinished_of_tenant:
                 raise _too_many(f"You have {own} unfinished batches, which is the limit. Wait for one to finish.")
-            return table.insert(connection, new, kept=self._kept)
+            return table.insert(connection, new, kind, kept=self._kept)
 
         # If the caller is cancelled, the row may still be written; then the batch runs anyway.
         task = asyncio.ensure_future(self._db.run(insert))
         task.add_done_callback(self._begin_new)
         return table.record(await asyncio.shield(task))
 
-    async def retrieve(self, id: str, tenant: str) -> BatchRecord:
-        return table.record(await self._db.run(lambda connection: table.find(connection, id, tenant)))
+    async def retrieve(self, id: str, tenant: str, kind: BatchKind = OPENAI_BATCH) -> BatchRecord:
+        return table.record(await self._db.run(lambda connection: table.find(connection, id, tenant, kind)))
 
-    async def list(self, tenant: str, *, after: str | None = None, limit: int = 20) -> ListPage[BatchRecord]:
-        check_listing(limit=limit, most=100, order="desc")
-        return await self._db.run(lambda connection: table.page(connection, tenant, after, limit))
+    async def list(
+        self,
+        tenant: str,
+        *,
+        after: str | None = None,
+        before: str | None = None,
+        limit: int = 20,
+        most: int = 100,
+        kind: BatchKind = OPENAI_BATCH,
+    ) -> ListPage[BatchRecord]:
+        """Return a page, the newest first: the ones after an id, or the ones before it."""
+        check_listing(limit=limit, most=most, order="desc")
+        return await self._db.run(lambda connection: table.page(connection, tenant, after, limit, kind, before=before))
 
-    async def cancel(self, id: str, tenant: str) -> BatchRecord:
+    async def delete(self, id: str, tenant: str, kind: BatchKind) -> None:
+        """Delete an ended batch with its files."""
+        record = await self._db.run(lambda connection: table.delete(connection, id, tenant, kind))
+        for file in (record.input_file_id, record.output_file_id, record.error_file_id):
+            if file is not None:
+                with contextlib.suppress(ApiError):  # it has expired, was deleted, or is another batch's input too
+                    await self._files.delete(file, tenant)
+
+    async def cancel(self, id: str, tenant: str, kind: BatchKind = OPENAI_BATCH) -> BatchRecord:
         """Cancel running requests. The results so far are written."""
         now = int(self._clock())
-        row = await self._db.run(lambda connection: table.cancel(connection, id, tenant, now))
+        row = await self._db.run(lambda connection: table.cancel(connection, id, tenant, now, kind))
         if (live := self._live.get(id)) is not None:
             live.cancelled.set()
         return table.record(row)
@@ -229,7 +246,7 @@ class Batches:
     def _begin(self, row: sqlite3.Row) -> None:
         if not self._closed and row["id"] not in self._live:
             names = "seq", "id", "tenant", "key", "endpoint", "input_file_id", "expires_at", "output_seconds"
-            live = self._live[row["id"]] = _Live(**{name: row[name] for name in names})
+            live = self._live[row["id"]] = _Live(kind=kind_of(row["id"]), **{name: row[name] for name in names})
             self._spawn(self._run_batch(live))
 
     def _spawn(self, work: Any) -> None:
@@ -252,10 +269,11 @@ class Batches:
 
     async def _advance(self, live: _Live) -> None:
         """Run a batch from its saved state to its end, whether it is new or resumed."""
-        row = await self._retry_storage(lambda connection: table.find(connection, live.id, live.tenant))
-        if row["status"] == "validating" and not await self._validate(live):
+        row = await self._db.retry(lambda connection: table.find(connection, live.id, live.tenant, live.kind))
+        unread = row["in_progress_at"] is None and row["status"] in ("validating", "cancelling")
+        if unread and not await self._validate(live):
             return
-        row = await self._retry_storage(lambda connection: table.find(connection, live.id, live.tenant))
+        row = await self._db.retry(lambda connection: table.find(connection, live.id, live.tenant, live.kind))
         if row["status"] == "in_progress":
             await self._run_all(live)
         await self._finish(live)
@@ -264,7 +282,11 @@ class Batches:
         def read() -> tuple[list[InputLine], list[dict[str, Any]]]:
             with self._files.open(live.input_file_id) as file:
                 return batch_lines.read_input(
-                    file, live.endpoint, most=self._limits.batch_requests, line_bytes=self._line_bytes
+                    file,
+                    live.endpoint,
+                    most=self._limits.batch_requests,
+                    line_bytes=self._line_bytes,
+                    line_values=self._line_values,
                 )
 
         try:
@@ -275,7 +297,7 @@ class Batches:
             await self._fail(live, errors)
             return False
         now = int(self._clock())
-        await self._retry_storage(lambda connection: table.begin(connection, live.seq, lines, now))
+        await self._db.retry(lambda connection: table.begin(connection, live.seq, lines, now))
         return True
 
     async def _run_all(self, live: _Live) -> None:
@@ -297,9 +319,7 @@ class Batches:
         async with asyncio.TaskGroup() as group:
             while True:
                 if more and not live.waiting:
-                    page = await self._retry_storage(
-                        lambda connection, last=last: table.pending(connection, live.seq, last)
-                    )
+                    page = await self._db.retry(lambda connection, last=last: table.pending(connection, live.seq, last))
                     live.waiting.extend(page)
                     last, more = (page[-1].line, True) if page else (last, False)
                 elif live.waiting:
@@ -338,25 +358,26 @@ class Batches:
     async def _run_one(self, live: _Live, request: BatchRequest) -> None:
         retry_after: float | None = None
         try:
-            raw = await on_disk(lambda: self._files.read(live.input_file_id, request.start, request.length))
-            body = batch_lines.body_of(raw)
+            body = await on_disk(
+                lambda: batch_lines.body_of(self._files.read(live.input_file_id, request.start, request.length))
+            )
             status, answer = await self._run(
                 live.endpoint, body, BatchOwner(live.tenant, live.key), live.id, request.custom_id
             )
-            line = batch_lines.result_line(request.custom_id, status, answer)
+            line = live.kind.result_line(request.custom_id, status, answer)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Not this task but the runner was cancelled: the server is shutting down.
             status = 503
-            line = batch_lines.result_line(request.custom_id, status, as_api_error(RuntimeError()).openai())
+            line = live.kind.error_line(request.custom_id, as_api_error(RuntimeError()))
         except Exception as error:
             api_error = as_api_error(error)
             if api_error is not error and api_error.status == 500:
                 log.exception("request %s of batch %s failed", request.line, live.id)
             status, retry_after = api_error.status, api_error.retry_after
-            line = batch_lines.result_line(request.custom_id, status, api_error.openai())
+            line = live.kind.error_line(request.custom_id, api_error)
         if status in _REFUSED:
             request.tries += 1
             if request.tries < self._backoff.tries:
@@ -365,7 +386,7 @@ class Batches:
                 return
         else:
             live.refusals = 0
-        await self._retry_storage(lambda connection: table.save(connection, live.seq, request.line, status, line))
+        await self._db.retry(lambda connection: table.save(connection, live.seq, request.line, status, line))
 
     def _pause(self, live: _Live, retry_after: float | None) -> None:
         """Pause once for a burst of rejections: requests that began before the pause carry no news."""
@@ -378,10 +399,13 @@ class Batches:
 
     async def _finish(self, live: _Live) -> None:
         """Write the output files. Each step is saved, so a restarted server does only the remaining ones."""
-        row = await self._retry_storage(lambda connection: table.decide(connection, live.seq, int(self._clock())))
+        row = await self._db.retry(lambda connection: table.decide(connection, live.seq, int(self._clock())))
         ending = row["ending"]
-        code, message = _UNRUN.get(ending, _UNRUN["cancelled"])
-        while await self._retry_storage(lambda connection: table.give_up(connection, live.seq, code, message)):
+
+        def unrun_line(custom_id: str) -> bytes:
+            return live.kind.unrun_line(custom_id, ending)
+
+        while await self._db.retry(lambda connection: table.give_up(connection, live.seq, unrun_line)):
             pass
         columns = ("output_file_id", "status BETWEEN 1 AND 399"), ("error_file_id", "(status = 0 OR status >= 400)")
         try:
@@ -391,11 +415,11 @@ class Batches:
         except ApiError as error:
             log.error("the results of batch %s cannot be written: %s", live.id, error)
             return await self._fail(live, [batch_lines.batch_error("storage_unavailable", error.message)])
-        await self._retry_storage(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
+        await self._db.retry(lambda connection: table.end(connection, live.seq, ending, int(self._clock())))
 
     async def _write(self, live: _Live, column: str, which: str) -> None:
         """Write one output file. Retry while storage is full, for at most the length of the window."""
-        if not await self._retry_storage(lambda connection: table.lines(connection, live.seq, which, 0)):
+        if not await self._db.retry(lambda connection: table.lines(connection, live.seq, which, 0)):
             return
         until = self._clock() + max(WINDOWS.values())
         pause = 1.0
@@ -413,7 +437,7 @@ class Batches:
                 if self._clock() >= until:
                     raise
             await asyncio.sleep(pause)
-            pause = min(pause * 2, _LONGEST_STORAGE_PAUSE)
+            pause = min(pause * 2, LONGEST_PAUSE_S)
 
     async def _stream(self, seq: int, which: str) -> AsyncIterator[bytes]:
         last = 0
@@ -422,21 +446,7 @@ class Batches:
             yield b"".join(answer for _, answer in lines)
 
     async def _fail(self, live: _Live, errors: list[dict[str, Any]]) -> None:
-        await self._retry_storage(
-            lambda connection: table.end(connection, live.seq, "failed", int(self._clock()), errors)
-        )
-
-    async def _retry_storage(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Retry until storage works. A request whose result waits keeps its slot, which bounds the backlog."""
-        pause = 0.25
-        while True:
-            try:
-                return await self._db.run(function)
-            except ApiError as error:
-                if error.code != "storage_unavailable":
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LONGEST_STORAGE_PAUSE)
+        await self._db.retry(lambda connection: table.end(connection, live.seq, "failed", int(self._clock()), errors))
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:

@@ -1,20 +1,29 @@
 """The lines of a batch's files: requests in the input file, results in the output and the error file.
 
-Checks an input file and reports each mistake with its line. Does not know states, storage or running.
+Checks an input file and reports each mistake with its line. Writes results in OpenAI's shape and, for message batches,
+in Anthropic's. Does not know states, storage or running.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 
+from headrace.gateway.api_errors import ApiError
+from headrace.server.api.response_store import encode
+from headrace.server.http.bounded_json import decode_body
+from headrace.server.http.json_structure import TooManyValuesError
+
 _ERRORS: Final = 100  # mistakes to list
 _CUSTOM_ID_LETTERS: Final = 512
 _BOM: Final = b"\xef\xbb\xbf"  # byte order mark of UTF-8
+_UNRUN: Final = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
+}
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 
 
@@ -31,7 +40,7 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 
 
 def read_input(
-    file: BinaryIO, endpoint: str, *, most: int, line_bytes: int
+    file: BinaryIO, endpoint: str, *, most: int, line_bytes: int, line_values: int
 ) -> tuple[list[InputLine], list[dict[str, Any]]]:
     """Return the file's requests and its mistakes. If there is a mistake, no request may run."""
     lines: list[InputLine] = []
@@ -47,7 +56,7 @@ def read_input(
         skip = len(_BOM) if start == 0 and raw.startswith(_BOM) else 0
         raw = raw[skip:]
         if raw.strip():
-            found = _check(raw, endpoint)
+            found = _check(raw, endpoint, line_values)
             if isinstance(found, str):
                 digest = hashlib.blake2b(found.encode(), digest_size=16).digest()
                 if digest in seen:
@@ -67,10 +76,12 @@ def read_input(
     return lines, errors
 
 
-def _check(raw: bytes, endpoint: str) -> str | tuple[str, str, str | None]:
+def _check(raw: bytes, endpoint: str, most_values: int) -> str | tuple[str, str, str | None]:
     """Return the custom id of a valid line, else the error's code, message and parameter."""
     try:
-        decoded: Any = msgspec.json.decode(raw)
+        decoded: Any = decode_body(raw, most_values=most_values)
+    except TooManyValuesError:
+        return "too_many_values", f"A line may have at most {most_values} values.", None
     except (msgspec.DecodeError, RecursionError):
         return "invalid_json_line", "This line is not parseable as valid JSON.", None
     if not isinstance(decoded, dict):
@@ -99,7 +110,12 @@ def _check(raw: bytes, endpoint: str) -> str | tuple[str, str, str | None]:
 
 def body_of(raw: bytes) -> dict[str, Any]:
     """Return the body of a valid line."""
-    return msgspec.json.decode(raw)["body"]
+    return decode_body(raw, most_values=len(raw))["body"]
+
+
+def request_line(custom_id: str, url: str, body: dict[str, Any]) -> bytes:
+    """Return a line of an input file."""
+    return encode({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + b"\n"
 
 
 def result_line(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
@@ -107,7 +123,12 @@ def result_line(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
     return _line(custom_id, response, None)
 
 
-def unrun_line(custom_id: str, code: str, message: str) -> bytes:
+def error_line(custom_id: str, error: ApiError) -> bytes:
+    return result_line(custom_id, error.status, error.openai())
+
+
+def unrun_line(custom_id: str, ending: str) -> bytes:
+    code, message = _UNRUN.get(ending, _UNRUN["cancelled"])
     return _line(custom_id, None, {"code": code, "message": message})
 
 
@@ -118,7 +139,24 @@ def _line(custom_id: str, response: dict[str, Any] | None, mistake: dict[str, An
         "response": response,
         "error": mistake,
     }
-    try:
-        return msgspec.json.encode(line) + b"\n"
-    except UnicodeEncodeError:  # lone surrogates
-        return json.dumps(line).encode() + b"\n"
+    return encode(line) + b"\n"
+
+
+# Anthropic's shape
+
+
+def message_result_line(custom_id: str, status: int, body: dict[str, Any]) -> bytes:
+    result = {"type": "succeeded", "message": body} if status < 400 else {"type": "errored", "error": body}
+    return _message_line(custom_id, result)
+
+
+def message_error_line(custom_id: str, error: ApiError) -> bytes:
+    return message_result_line(custom_id, error.status, error.anthropic())
+
+
+def message_unrun_line(custom_id: str, ending: str) -> bytes:
+    return _message_line(custom_id, {"type": "expired" if ending == "expired" else "canceled"})
+
+
+def _message_line(custom_id: str, result: dict[str, Any]) -> bytes:
+    return encode({"custom_id": custom_id, "result": result}) + b"\n"

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.gateway.api_errors import ApiError
-from headrace.server.api.batches import ENDPOINTS, Batches, BatchOwner
+from headrace.server.api.batches.batch_kind import OPENAI_BATCH
+from headrace.server.api.batches.batches import Batches, BatchOwner
 from tests.support.file_storage import (
     Limits,
     Store,
@@ -42,7 +43,7 @@ class Engine:
         self.gate.set()
 
     async def run(self, url: str, body: dict[str, Any], owner: BatchOwner, batch_id: str, custom_id: str) -> Answer:
-        assert url in ENDPOINTS
+        assert url in OPENAI_BATCH.endpoints
         assert batch_id.startswith("batch_")
         self.ran.append((owner.tenant, custom_id))
         self.keys.add(owner.key)
@@ -160,6 +161,7 @@ def line(**changes: Any) -> str:
         (line(body={"stream": True}), [("invalid_value", 1, "body.stream")]),
         (line(extra=1), [("unknown_parameter", 1, "extra")]),
         ("x" * 3000 + "\n" + line(), [("line_too_long", 1, None)]),
+        ("[[" + "," * 150_000 + "]]\n" + line(), [("too_many_values", 1, None)]),
         ("\n".join(line(custom_id=str(i)) for i in range(5)), [("request_limit_exceeded", None, None)]),
     ],
 )
@@ -170,7 +172,7 @@ def test_mistakes_of_the_input_are_listed(
         engine = Engine()
         limits = Limits(batch_requests=4, file_bytes=200_000, files_bytes=400_000)
         line_bytes = 200_000 if content.startswith("[[") else 2000
-        async with storing(tmp_path, engine.run, limits=limits, line_bytes=line_bytes) as store:
+        async with storing(tmp_path, engine.run, limits=limits, line_bytes=line_bytes, line_values=120_000) as store:
             done = await store.ended((await store.batch(content.encode())).id)
             shown = done.as_json()
             assert shown["status"] == "failed"
@@ -212,7 +214,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
             theirs = await upload(store.files, requests(1), tenant="b")
             asked: dict[str, Any] = {
                 "input_file_id": good.id,
-                "endpoint": ENDPOINTS[0],
+                "endpoint": OPENAI_BATCH.endpoints[0],
                 "completion_window": "24h",
                 "tenant": "a",
             }
@@ -328,7 +330,13 @@ def test_a_batch_may_be_cancelled_at_once(tmp_path: Path) -> None:
         async with storing(tmp_path, engine.run) as store:
             batch = await store.batch(requests(10))
             await store.batches.cancel(batch.id, "a")
-            assert (await store.ended(batch.id)).status == "cancelled"
+            ended = await store.ended(batch.id)
+            assert ended.status == "cancelled"
+            # Cancelled before its input was read, it still has a line for each request.
+            assert (ended.total, ended.completed, ended.failed, ended.unrun) == (10, 0, 10, 10)
+            lines = await store.lines(ended.error_file_id)
+            assert ids(lines) == numbered(*range(10))
+            assert {each["error"]["code"] for each in lines} == {"batch_cancelled"}
 
     asynchronous(test)
 
@@ -491,7 +499,7 @@ def test_the_next_server_goes_on_with_what_has_no_result(tmp_path: Path, clean: 
     asynchronous(test)
 
 
-NEW: dict[str, Any] = {"endpoint": ENDPOINTS[0], "completion_window": "24h", "tenant": "a"}
+NEW: dict[str, Any] = {"endpoint": OPENAI_BATCH.endpoints[0], "completion_window": "24h", "tenant": "a"}
 
 # A server that tells each result that `run` gave, until it is killed.
 KILLED = """

@@ -7,20 +7,18 @@ the release of the input file. Each function runs in a transaction on the databa
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import ListPage, rows_of, select_page
-from headrace.server.api import batch_lines
-from headrace.server.api.batch_lines import InputLine
+from headrace.server.api.batches.batch_kind import OPENAI_BATCH, BatchKind
+from headrace.server.api.batches.batch_lines import InputLine
 from headrace.server.api.files import hold, release
 
-_ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
 _IN: Final = f"status IN ({', '.join(repr(status) for status in _UNFINISHED)})"
 _PAGE: Final = 64  # requests or lines that are in memory at once
@@ -41,6 +39,8 @@ class BatchRecord(msgspec.Struct, frozen=True):
     total: int
     completed: int
     failed: int
+    unrun: int = 0  # of the failed: never executed, because the batch was cancelled or expired
+    output_seconds: int = 0  # that the output files are kept
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -91,11 +91,12 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     output_seconds: int
     created_at: int
     seconds: int  # of the window
+    total: int = 0  # requests, where that is known before the input file is read
 
 
-def find(connection: sqlite3.Connection, id: str, tenant: str) -> sqlite3.Row:
+def find(connection: sqlite3.Connection, id: str, tenant: str, kind: BatchKind) -> sqlite3.Row:
     rows: list[sqlite3.Row] = []
-    if _ID.fullmatch(id):
+    if kind.is_id(id):
         rows = rows_of(connection, "SELECT * FROM batches WHERE id = ? AND tenant = ?", (id, tenant))
     if not rows:
         raise ApiError("No batch has this id.", kind="not_found_error", parameter="batch_id", code="batch_not_found")
@@ -118,6 +119,8 @@ def record(row: sqlite3.Row) -> BatchRecord:
         total=row["total"],
         completed=row["completed"],
         failed=row["failed"],
+        unrun=row["unrun"],
+        output_seconds=row["output_seconds"],
     )
 
 
@@ -128,7 +131,7 @@ def count_unfinished(connection: sqlite3.Connection, tenant: str) -> tuple[int, 
     ).fetchone()
 
 
-def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlite3.Row:
+def insert(connection: sqlite3.Connection, new: NewBatch, kind: BatchKind, *, kept: int) -> sqlite3.Row:
     """Insert a batch, which holds its input file. Delete the oldest ended batches beyond `kept`."""
     try:
         file = hold(connection, new.input_file_id, new.tenant, new.created_at)
@@ -144,7 +147,7 @@ def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlit
     )
     connection.execute(
         "INSERT INTO batches (id, tenant, key, endpoint, input_file_id, completion_window, status, metadata, "
-        "output_seconds, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?)",
+        "output_seconds, created_at, expires_at, total) VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?, ?)",
         (
             new.id,
             new.tenant,
@@ -156,36 +159,56 @@ def insert(connection: sqlite3.Connection, new: NewBatch, *, kept: int) -> sqlit
             new.output_seconds,
             new.created_at,
             new.created_at + new.seconds,
+            new.total,
         ),
     )
-    return find(connection, new.id, new.tenant)
+    return find(connection, new.id, new.tenant, kind)
 
 
 def unfinished(connection: sqlite3.Connection) -> list[sqlite3.Row]:
     return rows_of(connection, f"SELECT * FROM batches WHERE {_IN} ORDER BY seq")
 
 
-def page(connection: sqlite3.Connection, tenant: str, after: str | None, limit: int) -> ListPage[BatchRecord]:
-    """The newest first."""
-    found = select_page(connection, "batches", tenant, after=after, limit=limit, order="desc")
-    return ListPage([record(row) for row in found.data], found.has_more)
+def page(
+    connection: sqlite3.Connection,
+    tenant: str,
+    after: str | None,
+    limit: int,
+    kind: BatchKind = OPENAI_BATCH,
+    *,
+    before: str | None = None,
+) -> ListPage[BatchRecord]:
+    """Return a page, the newest first: those after (older than) an id, or the nearest before (newer than) one."""
+    found = select_page(
+        connection,
+        "batches",
+        tenant,
+        after=after if before is None else before,
+        limit=limit,
+        order="desc" if before is None else "asc",
+        where="id GLOB ?",
+        values=(f"{kind.prefix}_*",),
+    )
+    rows = found.data if before is None else found.data[::-1]
+    return ListPage([record(row) for row in rows], found.has_more)
 
 
 def begin(connection: sqlite3.Connection, seq: int, lines: list[InputLine], now: int) -> None:
+    """Insert the requests, once. Those of a batch that was cancelled meanwhile are not run, but each gets its line."""
     changed = connection.execute(
-        "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
-        "WHERE seq = ? AND status = 'validating'",
+        "UPDATE batches SET status = IIF(status = 'validating', 'in_progress', status), in_progress_at = ?, total = ? "
+        "WHERE seq = ? AND status IN ('validating', 'cancelling') AND in_progress_at IS NULL",
         (now, len(lines), seq),
     )
-    if changed.rowcount:  # else it was cancelled meanwhile
+    if changed.rowcount:
         connection.executemany(
             "INSERT INTO batch_requests (batch, line, custom_id, start, length) VALUES (?, ?, ?, ?, ?)",
             ((seq, line.number, line.custom_id, line.start, line.length) for line in lines),
         )
 
 
-def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int) -> sqlite3.Row:
-    row = find(connection, id, tenant)
+def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int, kind: BatchKind) -> sqlite3.Row:
+    row = find(connection, id, tenant, kind)
     if row["status"] == "cancelling":
         return row
     if row["status"] not in ("validating", "in_progress"):
@@ -195,7 +218,20 @@ def cancel(connection: sqlite3.Connection, id: str, tenant: str, now: int) -> sq
     connection.execute(
         "UPDATE batches SET status = 'cancelling', ending = 'cancelled', cancelling_at = ? WHERE id = ?", (now, id)
     )
-    return find(connection, id, tenant)
+    return find(connection, id, tenant, kind)
+
+
+def delete(connection: sqlite3.Connection, id: str, tenant: str, kind: BatchKind) -> BatchRecord:
+    """Delete an ended batch and return what it was. Its files remain."""
+    found = record(find(connection, id, tenant, kind))
+    if found.status in _UNFINISHED:
+        raise ApiError(
+            f"The batch is {found.status} and cannot be deleted. Cancel it, or wait for its end.",
+            code="batch_not_deletable",
+            status=409,
+        )
+    connection.execute("DELETE FROM batches WHERE id = ?", (id,))
+    return found
 
 
 def pending(connection: sqlite3.Connection, seq: int, last: int) -> list[BatchRequest]:
@@ -227,16 +263,18 @@ def decide(connection: sqlite3.Connection, seq: int, now: int) -> sqlite3.Row:
     return rows_of(connection, "SELECT * FROM batches WHERE seq = ?", (seq,))[0]
 
 
-def give_up(connection: sqlite3.Connection, seq: int, code: str, message: str) -> int:
+def give_up(connection: sqlite3.Connection, seq: int, unrun_line: Callable[[str], bytes]) -> int:
     """Write error lines for up to 1,000 requests that will not run. Return their number."""
     rows = connection.execute(
         "SELECT line, custom_id FROM batch_requests WHERE batch = ? AND status IS NULL LIMIT 1000", (seq,)
     ).fetchall()
     connection.executemany(
         "UPDATE batch_requests SET status = 0, answer = ? WHERE batch = ? AND line = ?",
-        ((batch_lines.unrun_line(custom_id, code, message), seq, line) for line, custom_id in rows),
+        ((unrun_line(custom_id), seq, line) for line, custom_id in rows),
     )
-    connection.execute("UPDATE batches SET failed = failed + ? WHERE seq = ?", (len(rows), seq))
+    connection.execute(
+        "UPDATE batches SET failed = failed + ?, unrun = unrun + ? WHERE seq = ?", (len(rows), len(rows), seq)
+    )
     return len(rows)
 
 

@@ -1,0 +1,118 @@
+"""The live state of a server: what dashboards read, at once and as events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.config.ledger_section import PriceConfig
+from headrace.config.tenant_section import BudgetConfig, TenantConfig
+from tests.support.accounts import bearer
+from tests.support.admin_server import ROOT, administered
+from tests.support.running_server import asynchronous, request, until, words
+
+PRICES = {"mini": PriceConfig(input=1000.0, output=2000.0)}
+
+
+@asynchronous
+async def test_the_snapshot_shows_traffic_latency_costs_and_the_slowest_requests(tmp_path: Path) -> None:
+    red = TenantConfig(budgets=(BudgetConfig(period="day", limit_micros=10**10),))
+    async with administered(tmp_path, tenants={"red": red}, prices=PRICES) as server:
+        server.engine.answer = words("a ", "b ", "c")
+        answers = [await server.chat("caller-secret") for _ in range(3)]
+        await server.chat("caller-secret", model="nothing")
+        live = await server.did("GET", "live")
+        assert (live["object"], live["status"]) == ("live", "ready")
+        every = live["latency"]["all"]
+        assert (every["requests"], every["failed"], every["output_tokens"]) == (3, 0, 9)
+        assert every["percentiles"]["ttft"]["count"] == 3
+        assert every["percentiles"]["itl"]["count"] == 6
+        prompt = answers[0].json["usage"]["prompt_tokens"]
+        assert every["micros"] == 3 * (prompt * 1000 + 3 * 2000)
+        assert every["micros_per_1000_requests"] == 1000 * (prompt * 1000 + 3 * 2000)
+        (tenant,) = live["tenants"]
+        assert (tenant["tenant"], tenant["requests"]) == ("red", 3)
+        assert live["latency"]["by_model"][0]["model"] == "mini"
+        total = sum(stage["mean_ms"] for stage in live["stages"])
+        slowest: list[dict[str, Any]] = live["slowest"]
+        mean = sum(each["duration_ms"] for each in slowest if each["status"] == 200) / 3
+        assert abs(total - mean) < 0.1
+        assert slowest == sorted(slowest, key=lambda each: -each["duration_ms"])
+        assert {each["request_id"] for each in slowest} >= {each.headers["x-request-id"] for each in answers}
+        assert live["traffic"]["history"][-1]["requests"] == 4
+        (budget,) = live["budgets"]
+        assert budget["spent_micros"] == every["micros"]
+
+
+@asynchronous
+async def test_events_come_until_the_client_leaves(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        client = await server.client()
+        await client.send(request("GET", "/admin/v1/live/events", **bearer(ROOT)))
+        status, headers = await client.head()
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        for _ in range(2):
+            chunk = await client.chunk()
+            assert json.loads(chunk.removeprefix(b"data: "))["object"] == "live"
+        client.leave()
+        await until(server.idle)
+
+
+@asynchronous
+async def test_events_end_when_the_server_shuts_down(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        client = await server.client()
+        await client.send(request("GET", "/admin/v1/live/events", **bearer(ROOT)))
+        assert (await client.head())[0] == 200
+        assert await client.chunk()
+        server.server.end()
+        while await client.chunk():
+            pass
+
+
+@asynchronous
+async def test_the_number_of_followers_is_bounded(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        followers = [await server.client() for _ in range(16)]
+        for client in followers:
+            await client.send(request("GET", "/admin/v1/live/events", **bearer(ROOT)))
+            assert (await client.head())[0] == 200
+        assert await server.refused("GET", "live/events") == (503, "too_many_streams", None)
+        for client in followers:
+            client.leave()
+        await until(server.idle)
+
+
+@asynchronous
+async def test_any_slice_of_the_traffic_has_percentiles(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        server.engine.answer = words("a ", "b")
+        await server.chat("caller-secret")
+        await server.ask("POST", "/v1/completions", {"prompt": "Hello"}, **bearer("caller-secret"))
+        found = await server.did("GET", "latency?by=tenant,endpoint")
+        named = {(row["tenant"], row["endpoint"]): row["requests"] for row in found["data"]}
+        assert named == {("red", "/v1/chat/completions"): 1, ("red", "/v1/completions"): 1}
+        (row,) = (await server.did("GET", "latency?window=total&endpoint=/v1/completions"))["data"]
+        assert row["requests"] == 1
+        measured = {"ttft", "itl", "queue", "prefill", "decode", "post", "hop", "e2e", "tokenise"}
+        assert set(row["percentiles"]) >= measured
+        assert await server.refused("GET", "latency?by=colour") == (400, None, "by")
+        assert (await server.did("GET", "latency?model=other"))["data"] == []
+
+
+@asynchronous
+async def test_requests_for_other_things_do_not_count_as_traffic(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        await server.did("GET", "live")
+        assert (await server.ask("GET", "/v1/models", **bearer("caller-secret"))).status == 200
+        assert (await server.did("GET", "latency?window=total"))["data"] == []
+
+
+@asynchronous
+async def test_without_keys_this_machine_may_look_and_change_nothing(tmp_path: Path) -> None:
+    async with administered(tmp_path, keys=()) as running:
+        for path in ("live", "latency"):
+            assert (await running.ask("GET", f"/admin/v1/{path}")).status == 200, path
+        for method, path in (("GET", "tenants"), ("PUT", "fast"), ("GET", "usage")):
+            assert (await running.ask(method, f"/admin/v1/{path}")).status == 404, path
