@@ -18,8 +18,10 @@ from msgspec import Meta
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
+from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
 from headrace.config.routing_section import RoutingConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
+from headrace.config.slo_section import SloConfig
 from headrace.config.tenant_section import AdminConfig, BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
 from headrace.config.upstream_section import UpstreamConfig
 from headrace.config.value_types import (
@@ -42,6 +44,7 @@ from headrace.variant import DEFAULT_MODEL, Variant
 __all__ = [
     "PLAIN_SECTIONS",
     "AdminConfig",
+    "AlertsConfig",
     "BudgetConfig",
     "CacheConfig",
     "CacheMode",
@@ -61,6 +64,7 @@ __all__ = [
     "LogConfig",
     "Milliseconds",
     "ModelConfig",
+    "ObserveConfig",
     "Options",
     "Port",
     "PriceConfig",
@@ -74,10 +78,12 @@ __all__ = [
     "ServerConfig",
     "ShapingConfig",
     "Share",
+    "SloConfig",
     "StorageConfig",
     "SurfaceConfig",
     "TenantConfig",
     "Text",
+    "TracesConfig",
     "UpstreamConfig",
     "Weight",
     "digest_of",
@@ -90,23 +96,42 @@ __all__ = [
 class ServerConfig(Section, frozen=True):
     host: Text = "127.0.0.1"
     port: Port = 8000  # port to listen on; 0 picks a free one
-    connections: Count = 4096  # open connections at once; further ones are closed
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1  # processes that serve the port; see how-to/configure.md
+    connections: Count = 4096  # open connections of each process at once; further ones are closed
+    address_connections: Count = 2048  # of one address; raise it to `connections` behind a proxy
+    address_requests_per_s: Count | None = None  # of one address, without a valid API key; default: no limit
+    hosts: tuple[Text, ...] = ()  # names that requests may address; "*" allows all. See how-to/secure-a-server.md
+    insecure: bool = False  # allow a public address without API keys
     body_bytes: Count = 8 * 1024 * 1024  # 8 MiB, longest request body; file uploads use storage.file_bytes
+    bodies_bytes: Count = 256 * 1024 * 1024  # 256 MiB of request bodies in memory, beyond the first 64 KiB of each
+    key_bodies_bytes: Count = 64 * 1024 * 1024  # 64 MiB, the same for one key, or without keys for one address
+    key_body_bytes_per_s: Count = 32 * 1024 * 1024  # 32 MiB, read of one key's large bodies; the rest waits
     header_bytes: Count = 32 * 1024  # 32 KiB, longest request headers
     header_s: Seconds = 10.0  # seconds to receive the headers
     body_s: Seconds = 60.0  # seconds to receive the body
     idle_s: Seconds = 75.0  # seconds a connection may stay idle between requests
     reader_s: Seconds = 30.0  # seconds a client may leave a full send buffer unread
     worker_s: Seconds = 60.0  # seconds a request waits for an engine that is restarting
+    heartbeat_s: Seconds = 3.0  # seconds an engine's process may be frozen before it is replaced
+    step_s: Seconds = 60.0  # seconds one step of an engine may take before its process is replaced
     drain_s: Seconds = 30.0  # seconds that running requests may take at shutdown
+    strict_parameters: bool = False  # reject unknown fields of requests, which are ignored otherwise
+    pull: bool = False  # download models that are not on this machine when the server starts
     docs: bool = True  # serve /docs and /openapi.json
+    docs_need_key: bool = False  # for /docs and /openapi.json
+    metrics_need_key: bool = False  # for /metrics; the key needs admin access
+    # The dashboard at / and the playground: "local" serves them to this machine, "on" to every client. They hold no
+    # data themselves
+    pages: Literal["local", "on", "off"] = "local"
+    internal_port: Port | None = None  # serves /metrics, /docs and /openapi.json instead of `port`
+    internal_host: Text = "127.0.0.1"  # address of internal_port
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" allows any
 
 
 class ModelConfig(Section, frozen=True):
     """A model that clients may name. `options` are fields of headrace.variant.Variant."""
 
-    path: str = ""  # folder, bundled model or hub id; empty: the model's own name
+    path: str = ""  # folder, GGUF file, bundled or downloaded model; empty: the model's own name
     aliases: tuple[Text, ...] = ()
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
     # Options of the unnamed variant: weights, kv, threads, context, speculation, ...
@@ -117,6 +142,8 @@ class ModelConfig(Section, frozen=True):
     reasoning_format: Text | None = None
     max_tokens: Count | None = None  # output tokens when a request sets no limit
     surface: str = "chat"
+    # Whether the text of a completion may hold control tokens. The text of messages, tools and sources never may.
+    special_tokens: Literal["none", "completions"] = "none"
     limits: LimitSet = LimitSet()  # on all requests to this model together
     upstream: UpstreamConfig | None = None  # a server that answers instead of an engine
     # More upstreams, named MODEL@NAME
@@ -138,6 +165,8 @@ class SurfaceConfig(Section, frozen=True):
 class RequestLimits(Section, frozen=True):
     """Limits on a single request."""
 
+    values: Annotated[int, Meta(ge=4096)] = 262_144  # list items and object fields in a request body, at all levels
+    fields: Count = 256  # parameters in a request body
     messages: Count = 4096
     tools: Count = 128
     choices: Count = 16  # choices per prompt, `n`
@@ -155,6 +184,8 @@ class StorageConfig(Section, frozen=True):
     file_bytes: Count = 512 * 1024 * 1024  # 512 MiB, one uploaded file
     files_bytes: Count = 8 * 1024**3  # 8 GiB, all files; at least file_bytes
     response_hours: Hours = 720.0  # hours a stored response is kept
+    conversation_hours: Hours = 720.0  # hours a conversation is kept after its last change
+    background_running: Count = 64  # background responses running at once
     batch_requests: Count = 50_000  # requests per batch
     batch_running: Count = 32  # batch requests running at once
 
@@ -167,6 +198,9 @@ class LogConfig(Section, frozen=True):
     format: Literal["json", "text"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
     requests: bool = True  # log one line per request
+    file: Text | None = None  # file to log to instead of standard error
+    file_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024  # 64 MiB; a full file is rotated
+    keep: Annotated[int, Meta(ge=0, le=1000)] = 5  # rotated files to keep
 
 
 class Config(Section, frozen=True):
@@ -188,6 +222,8 @@ class Config(Section, frozen=True):
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
     log: LogConfig = LogConfig()
+    observe: ObserveConfig = ObserveConfig()
+    slo: dict[str, SloConfig] = msgspec.field(default_factory=dict[str, SloConfig])  # objectives, by surface
 
 
 # Sections whose keys can be set by environment variables.

@@ -26,11 +26,14 @@ class LedgerConfig(Section, frozen=True):
     store: Literal["sqlite", "postgres"] = "sqlite"  # sqlite (in storage.folder) or postgres (shared by gateways)
     dsn_env: Text = "HEADRACE_LEDGER_DSN"  # environment variable with the Postgres URL
     schema: Text = "headrace"  # Postgres schema
+    currency: str = ""  # name of your currency, such as EUR, shown by `headrace admin usage` and `budgets`
     utc_offset_minutes: Annotated[int, Meta(ge=-840, le=840)] = 0  # that local time is ahead of UTC
     exchanges: Annotated[int, Meta(ge=16, le=1_000_000)] = (
         16_384  # running or waiting to be written; 1 KiB each on disk
     )
-    wait_ms: Milliseconds = 50.0  # milliseconds, store timeout
+    wait_ms: Milliseconds = 2000.0  # milliseconds a request waits for the store
+    lease_s: Annotated[float, Meta(ge=10, le=86_400)] = 60.0  # seconds a gateway's lease lasts without contact
+    lease_percent: Annotated[int, Meta(ge=1, le=100)] = 25  # percent of what is left, leased at a time by all gateways
     gather_ms: Milliseconds = 4.0  # milliseconds to gather charges before writing them in one batch
     sync_s: Seconds = 1.0  # seconds between two fsyncs of the journal
     keep_days: Count = 90  # days to keep single charges; sums are kept for good

@@ -62,9 +62,7 @@ def read_config(
     reader.apply_environment(raw)
     reader.apply_flags(raw, flags or {})
     config = reader.section(Config, raw, "")
-    if not reader.mistakes:
-        for where, reason in check(config, environ):
-            reader.add_mistake(where, reason)
+    reader.add_findings(config, check)
     if reader.mistakes:
         raise ConfigError(*reader.mistakes, path=file)
     return config
@@ -109,6 +107,30 @@ def _parse(file: Path) -> dict[str, Any]:
         raise error_at("an integer has too many digits") from None
 
 
+class _Invalid:
+    """Stands for a value with a mistake."""
+
+
+_INVALID: Final = _Invalid()
+
+
+def _placeholder(kind: Any, where: str) -> Any:
+    """Return a value for a required key that is missing or wrong, so that the rest of its section can be checked."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    shape = get_origin(kind) or kind
+    if shape is Literal:
+        return get_args(kind)[0]
+    empty: Mapping[Any, Any] = {dict: {}, tuple: (), int: 0, float: 0.0}
+    return empty.get(shape, where)  # a text is unlike any other name
+
+
+def _related(where: str, other: str) -> bool:
+    """True if one key contains the other."""
+    shorter, longer = sorted((where, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
+
+
 class _FromEnvironment(str):
     """A string that came from the environment, which may stand for a number, true or false."""
 
@@ -134,6 +156,21 @@ class _Reader:
         """Return the source that set the key or the nearest table or list around it."""
         around = [key for key in self._origins if where == key or where.startswith((f"{key}.", f"{key}["))]
         return self._origins[max(around, key=len)] if around else self._source
+
+    def add_findings(self, config: Config | _Invalid, check: ConfigCheck) -> None:
+        """Add what `check` finds. Keys with mistakes have their defaults in `config`, so findings about them, and about
+        what contains or is inside them, are left out."""
+        if isinstance(config, _Invalid):
+            return
+        wrong = [mistake.where for mistake in self.mistakes if mistake.where]
+        try:
+            for where, reason in check(config, self._environ):
+                if not any(_related(where, other) for other in wrong):
+                    self.add_mistake(where, reason)
+        except Exception:
+            if not wrong:
+                raise
+            # A rule met a default that no valid configuration has there. The mistakes so far are worth reporting.
 
     # Sources
 
@@ -216,13 +253,16 @@ class _Reader:
     # Conversion
 
     def section(self, kind: type[Section], raw: Any, where: str) -> Any:
-        """Build a section of type `kind`; the result is meaningless after a mistake."""
+        """Build a section of type `kind`. Keys with mistakes get their defaults, required ones a placeholder."""
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
         given = self._table({name: field.type for name, field in fields.items()}, raw, where)
         for name, field in fields.items():
-            if field.required and isinstance(raw, dict) and name not in raw:
+            if not field.required or name in given:
+                continue
+            if isinstance(raw, dict) and name not in raw:
                 self.add_mistake(where, f"missing required key {name}")
-        return None if self.mistakes else kind(**given)
+            given[name] = _placeholder(field.type, _below(where, name))
+        return kind(**given)
 
     def _table(self, kinds: Mapping[str, Any], raw: Any, where: str) -> dict[str, Any]:
         if not isinstance(raw, Mapping):
@@ -231,7 +271,9 @@ class _Reader:
         given: dict[str, Any] = {}
         for key, value in cast(Mapping[str, Any], raw).items():
             if key in kinds:
-                given[key] = self._value(kinds[key], value, _below(where, key))
+                read = self._value(kinds[key], value, _below(where, key))
+                if not isinstance(read, _Invalid):
+                    given[key] = read
             else:
                 self.add_mistake(_below(where, key), f"unknown key; {_suggestion(key, kinds, 'keys')}")
         return given
@@ -249,23 +291,23 @@ class _Reader:
         secret = secret or (shape is not None and is_secret(kind))
         if shape is dict and isinstance(raw, Mapping):
             table = cast(Mapping[str, Any], raw)
-            return {key: self._value(inner, each, _below(where, key), secret=secret) for key, each in table.items()}
+            read = {key: self._value(inner, each, _below(where, key), secret=secret) for key, each in table.items()}
+            return {key: each for key, each in read.items() if not isinstance(each, _Invalid)}
         if shape is tuple and isinstance(raw, Sequence) and not isinstance(raw, str):
             items = cast(Sequence[Any], raw)
-            return tuple(
-                self._value(inner, each, f"{where}[{place}]", secret=secret) for place, each in enumerate(items)
-            )
+            listed = [self._value(inner, each, f"{where}[{place}]", secret=secret) for place, each in enumerate(items)]
+            return _INVALID if any(isinstance(each, _Invalid) for each in listed) else tuple(listed)
         return self._scalar(kind, raw, where, secret=secret)
 
     def _scalar(self, kind: Any, raw: Any, where: str, *, secret: bool) -> Any:
         if where in self._broken:
-            return None
+            return _INVALID
         secret = secret or is_secret(kind)
         try:
             value = _convert(kind, raw)
         except (msgspec.ValidationError, ValueError):
             self.add_mistake(where, f"expected {_expected(kind)}, found {_type_name(raw) if secret else _display(raw)}")
-            return None
+            return _INVALID
         if secret and raw == HIDDEN:
             self.add_mistake(
                 where, f"expected a secret, found the placeholder {quoted(HIDDEN)} that `config show` prints"

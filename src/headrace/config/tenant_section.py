@@ -15,6 +15,7 @@ from headrace.config.limit_section import LimitSet
 from headrace.config.value_types import Count, Seconds, Secret, Section, Text, Weight
 
 Period = Literal["day", "month"]
+BudgetFailMode = Literal["lease", "open", "closed"]
 DEFAULT_ALERTS: Final = (50, 80, 100)  # percent of a budget
 Micros = Annotated[int, Meta(ge=0, le=10**15)]  # millionths of the currency
 AlertPercent = Annotated[int, Meta(ge=1, le=1000)]
@@ -69,7 +70,10 @@ class TenantConfig(Section, frozen=True, omit_defaults=True):
     )  # on its requests to one model
     surface_limits: dict[str, LimitSet] = msgspec.field(default_factory=dict[str, LimitSet])
     budgets: tuple[BudgetConfig, ...] = ()
-    fail: Literal["open", "closed"] = "open"  # when a shared store is down: serve without it, or reject
+    fail: Literal["open", "closed"] = "open"  # when the store of rate limits is down: serve without it, or reject
+    # When the ledger's store is down: serve what is leased of the budgets; serve by the last known sums, which gateways
+    # can overspend together; or reject.
+    budget_fail: BudgetFailMode = "lease"
     caches: CachesConfig = CachesConfig()
     ladder: bool = True  # allow degraded responses under pressure; false: reject instead
     suspended: bool = False  # reject every request of this tenant

@@ -195,7 +195,7 @@ class UpstreamConfig(Section, frozen=True):
     headers: Headers = msgspec.field(default_factory=dict[str, str])  # extra headers of every request
     takes: UpstreamFeatures = UpstreamFeatures()
     context: Count | None = None  # tokens, prompt and output; longer prompts are rejected before they are sent
-    tokenizer: str = ""  # model folder, bundled name or hub id to count tokens with; empty: estimate
+    tokenizer: str = ""  # folder, GGUF file, bundled or downloaded model to count tokens with; empty: estimate
     connections: Count = 256  # requests in flight at once
     queue: Annotated[int, Meta(ge=0)] = 256  # requests that may wait for a connection
     queue_s: Seconds = 10.0  # longest wait for a connection
