@@ -1,10 +1,9 @@
 """Serve large language models with low latency."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # so that `headrace.__main__` is reached without an import, which Ctrl-C could interrupt
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.llm import LLM as LLM
     from headrace.llm import AsyncLLM as AsyncLLM
 
@@ -12,7 +11,7 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     # Imported on first use, so that `headrace --help` is quick.
     if name in ("LLM", "AsyncLLM"):
         from headrace import llm

@@ -1,9 +1,52 @@
-"""`python -m headrace` is the command `headrace`."""
+"""The command `headrace`, also as `python -m headrace`. Ctrl-C at any moment ends it with exit code 130, no traceback.
 
-from __future__ import annotations
+Imports next to nothing before it is ready for Ctrl-C.
+"""
 
+import atexit
+import os
 import sys
 
-from headrace.cli import main
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from typing import Any, NoReturn
+else:
+    import _signal as signal  # `signal` itself imports for milliseconds in which Ctrl-C would print a traceback
 
-sys.exit(main())
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def run() -> "NoReturn":
+    # A program in the background may have been started with SIGINT ignored; leave that as it is.
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, _exit_at_once)
+        # Registered first, so run last: from here on the exit code is decided, and the process ends in a moment.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    from headrace.cli import main
+
+    try:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main()
+    except KeyboardInterrupt:  # the second one, while `main` dealt with the first
+        code = _INTERRUPTED
+    if interruptible:
+        signal.signal(signal.SIGINT, _exit_at_once)
+    if code == _INTERRUPTED:
+        _exit_at_once()  # without waiting for a step that still runs
+    sys.exit(code)
+
+
+def _exit_at_once(*_: "Any") -> "NoReturn":
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105 - an import here could be interrupted
+            stream.flush()
+        except (OSError, ValueError, RuntimeError):  # closed, broken, or in use by the code that was interrupted
+            pass
+    os._exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    run()

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK: int  # tokens in a KV block
+ROTATION_UNIT: int  # rotated weights have a multiple of so many inputs
 LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
 KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version are of no use
 
@@ -16,7 +17,10 @@ KvType = Literal["f32", "bf16", "int8"]
 
 def isa_available() -> list[str]: ...  # best first
 def isa_emulated() -> list[str]: ...  # for tests alone
-def isa_default() -> str: ...  # HEADRACE_ISA or the best; ValueError where the machine lacks it
+
+# HEADRACE_ISA or the best of "native" or "portable" arithmetic (default: HEADRACE_ARITHMETIC); ValueError for others
+def isa_default(arithmetic: str = "") -> str: ...
+def isa_arithmetic(isa: str) -> str: ...  # instruction sets of one arithmetic give the same bits
 
 class Pool:
     """Threads that run steps; asleep while idle. The calling thread is one of `threads`."""
@@ -36,6 +40,7 @@ def pack(
     out: NDArray[np.uint8],  # packed_bytes(...) long, aligned to 64
     pool: Pool,
     multiples: bool = False,  # of int4 in groups of 32: scales are whole multiples of one that four groups share
+    rotated: bool = False,  # rotate the inputs first, so that outliers spread over the row
 ) -> float:
     """Quantise (round to nearest, clip by least squared error) and lay out for the kernels; returns the gain."""
 
@@ -65,8 +70,9 @@ class Packed:
         data: NDArray[np.uint8],
         asymmetric: bool = False,
         multiples: bool = False,
+        rotated: bool = False,
     ) -> None: ...
-    def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it
+    def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it, rotated back
 
 def multiply(
     weights: Packed,
@@ -124,6 +130,7 @@ class Model:
         out: NDArray[np.float32],  # [wanted, vocab] logits, or [wanted, hidden] when hidden
         hidden: bool = False,
         peaks: NDArray[np.float32] | None = None,  # out, [wanted, ceil(vocab / 32)] the largest of every 32 logits
+        second_texts: NDArray[np.int32] | None = None,  # [sequences] position where token type 1 begins, -1: nowhere
     ) -> None: ...
 
 class Sampler:

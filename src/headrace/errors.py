@@ -24,6 +24,10 @@ class ModelError(HeadraceError):
         super().__init__(f"{where}{what}{reason}")
 
 
+class InsufficientMemoryError(HeadraceError):
+    """A model needs more memory than is available."""
+
+
 class TemplateError(ModelError):
     """A chat template is invalid, tries to escape its sandbox, or exceeds its limits."""
 
@@ -34,3 +38,7 @@ class RequestError(HeadraceError):
     def __init__(self, reason: str, *, parameter: str | None = None) -> None:
         self.parameter = parameter
         super().__init__(reason)
+
+
+class DownloadError(HeadraceError):
+    """A download failed, or what came is not what was promised."""

@@ -47,7 +47,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SurfaceOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What differs from the surface of the same name in SURFACES."""
+    """Overrides of the surface of the same name in SURFACES."""
 
     ttft: _Seconds | None = None
     itl: _Seconds | None = None

@@ -17,8 +17,8 @@ DEFAULT_MODEL = "mini"  # bundled
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    model: str  # a folder in Hugging Face layout, a .gguf file, or a hub id
-    weights: str = "bf16"
+    model: str  # a folder in Hugging Face layout, a GGUF file, or the name of a bundled or downloaded model
+    weights: str = "auto"  # bf16, or what keeps the weights of a quantised file
     group: str | int | None = None
     keep: tuple[str, ...] = ()
     kv: str = "bf16"
@@ -27,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     kv_tokens: int | None = None  # tokens of all sequences together
     max_rows: int = 512  # tokens of one step
     isa: str | None = None
+    arithmetic: str | None = None  # "portable": the same bits on every machine
     cache: bool = True  # keep packed weights in the cache folder
 
     max_sequences: int = 64  # running at once
@@ -58,4 +59,5 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         group = "" if self.group is None else f"-g{self.group}"
         kept = "".join(f"+{rule}" for rule in self.keep)
         isa = "" if self.isa is None else f"/{self.isa}"
-        return f"{self.weights}{group}{kept}/kv-{self.kv}{isa}"
+        arithmetic = "" if self.arithmetic is None else f"/{self.arithmetic}"
+        return f"{self.weights}{group}{kept}/kv-{self.kv}{isa}{arithmetic}"

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from headrace.cli import FAILED, WRONG_USAGE, app, main
-from headrace.config import LogConfig
-from headrace.config.tenant_section import AdminConfig
+from headrace.config import LedgerConfig, LogConfig, ModelConfig, PriceConfig
+from headrace.config.tenant_section import AdminConfig, BudgetConfig, TenantConfig
 from headrace.gateway.accounts.key_secrets import make_secret, secrets_in
+from headrace.observe.logs import configure_log
 from headrace.server.admin.admin_usage import UsageFilters
-from headrace.server.http.request_log import configure_log
-from tests.support.admin_server import ROOT, administered
-from tests.support.running_server import asynchronous
+from tests.support.accounts import declared
+from tests.support.admin_server import ADMIN, ROOT, administered
+from tests.support.running_server import asynchronous, until, words
 
 
 @dataclass
@@ -159,12 +160,122 @@ async def test_fast_mode_caches_usage_and_epoch(terminal: Terminal, tmp_path: Pa
         assert (await terminal("invalidate")).code == WRONG_USAGE
         assert (await terminal("invalidate", "--all", "--tenant", "red", "--json")).json["removed"] == {"exact": 1}
         done = await terminal(
-            "usage", "--tenant", "red", "--since", "2026-01-01", "--until", "2026-02-01", "--by", "key, day"
+            "usage", "--csv", "--tenant", "red", "--since", "2026-01-01", "--until", "2026-02-01", "--by", "key, day"
         )
         assert done.out == "csv red 2026-01-01 2026-02-01 key\n"
+        assert (await terminal("usage", "--csv", "--json")).code == WRONG_USAGE
         assert (await terminal("usage", "--json")).out == "json None 0000-00-00 9999-99-99 day\n"
         done = await terminal("epoch", "--json")
         assert (done.json["epoch"], done.json["applied_epoch"]) == (5, 5)
+
+
+def words_of(done: Done) -> list[list[str]]:
+    return [line.split() for line in done.out.splitlines()]
+
+
+PRICED: dict[str, Any] = {
+    "prices": {"mini": PriceConfig(input=1.0, output=2000.0)},
+    "keys": (ADMIN, declared("app", "app-secret", tenant="red"), declared("blue", "blue-secret")),
+    "tenants": {
+        "red": TenantConfig(
+            budgets=(
+                BudgetConfig(limit_micros=20_000_000, period="day"),
+                BudgetConfig(limit_micros=7_000_000, period="month", endpoint="/v1/embeddings"),
+            )
+        )
+    },
+}
+
+
+@asynchronous
+async def test_usage_is_a_table_in_the_currency_and_its_export_is_exact(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path, ledger=LedgerConfig(currency="EUR"), **PRICED) as running:
+        terminal.url = running.url
+        running.engine.answer = words("one ", "two")
+        for secret in ("app-secret", "app-secret", "blue-secret"):
+            assert (await running.chat(secret)).status == 200
+        prompt = len(running.engine.streams[0].request.prompt)
+        cost = (prompt + 2 * 2000) / 1e6
+        heading, *rows = words_of(await terminal("usage"))
+        assert heading == "tenant model requests input cached output seconds cost (EUR) saved".split()
+        assert rows == [
+            ["blue", "mini", "1", str(prompt), "0", "2", "0.0", f"{cost:.4f}", "0.00"],
+            ["red", "mini", "2", str(2 * prompt), "0", "4", "0.0", f"{2 * cost:.4f}", "0.00"],
+            ["total", "3", str(3 * prompt), "0", "6", "0.0", f"{3 * cost:.4f}", "0.00"],
+        ]
+        exact = (await terminal("usage", "--json", "--by", "tenant")).json
+        assert exact["currency"] == "EUR"
+        assert [row["micros"] for row in exact["rows"]] == [prompt + 4000, 2 * (prompt + 4000)]
+        assert "micros" in (await terminal("usage", "--csv")).out.splitlines()[0]
+
+
+@asynchronous
+async def test_budgets_are_shown_with_what_is_spent_reserved_and_left(terminal: Terminal, tmp_path: Path) -> None:
+    async with administered(tmp_path, **PRICED) as running:
+        terminal.url = running.url
+        running.engine.answer = words("one ", "two")
+        assert (await running.chat("app-secret")).status == 200
+        spent = len(running.engine.streams[0].request.prompt) + 4000
+        running.engine.answer = None
+        waiting = asyncio.create_task(running.chat("app-secret"))
+        await until(lambda: len(running.engine.open) == 1)
+        day, month = (await terminal("budgets", "--json")).json["data"]
+        assert (day["spent_micros"], day["limit_micros"], day["endpoint"]) == (spent, 20_000_000, "")
+        assert day["reserved_micros"] > 0
+        assert day["left_micros"] == 20_000_000 - spent - day["reserved_micros"]
+        assert month["spent_micros"] == month["reserved_micros"] == 0
+        assert (month["left_micros"], month["endpoint"]) == (7_000_000, "/v1/embeddings")
+        assert month["renews_at"] >= day["renews_at"]
+        heading, first, second = words_of(await terminal("budgets", "--tenant", "red"))
+        assert heading == "tenant period endpoint limit spent reserved left renews".split()
+        assert first[:3] == ["red", day["period"], "all"]
+        assert first[3:7] == [
+            f"{each / 1e6:.4f}" for each in (20_000_000, spent, day["reserved_micros"], day["left_micros"])
+        ]
+        assert second[1:7] == [month["period"], "/v1/embeddings", "7.0000", "0.0000", "0.0000", "7.0000"]
+        assert words_of(await terminal("budgets", "--tenant", "blue")) == [heading]
+        assert "Unknown tenant 'nobody'" in (await terminal("budgets", "--tenant", "nobody")).error
+        for stream in running.engine.open:
+            running.engine.answer = words("one ", "two")
+            running.engine.answer(stream)
+        assert (await waiting).status == 200
+
+
+@asynchronous
+async def test_tables_fit_100_columns_and_lose_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    long, key, endpoint = "tenant-" + "n" * 57, "key-" + "k" * 60, "/v1/" + "e" * 60
+    budget = BudgetConfig(limit_micros=10**15, period="day", endpoint=endpoint)
+    keys = (ADMIN, declared(key, "app-secret", tenant=long))
+    tenants = {long: TenantConfig(budgets=(budget,), models=("mini", "m" * 64), metadata={"plan": "p" * 64})}
+    async with administered(
+        tmp_path,
+        keys=keys,
+        tenants=tenants,
+        prices=PRICED["prices"],
+        models={"mini": ModelConfig(), "m" * 64: ModelConfig()},
+    ) as running:
+        terminal.url = running.url
+        running.engine.answer = words("one")
+        assert (await running.chat("app-secret", model="mini")).status == 200
+        assert (await terminal("create-key", "n" * 60, "--tenant", long, "--expires-in", "90d")).code == 0
+        await terminal("fast", "on", "--tenant", long, "--reason", "a storm " * 20)
+        every = "day,tenant,key,endpoint,model,variant,surface"
+        commands = ("tenants", f"tenant {long}", "keys", "budgets", "usage", f"usage --by {every}", "fast", "audit")
+        for command in commands:
+            done = await terminal(*command.split())
+            assert done.code == 0, (command, done.error)
+            assert max(map(len, done.out.splitlines())) <= 100, (command, done.out)
+            assert done.out.count("n") >= long.count("n"), (command, done.out)
+        assert [each["tenant"] for each in (await terminal("budgets", "--json")).json["data"]] == [long]
+
+
+@asynchronous
+async def test_the_server_comes_from_the_environment(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with administered(tmp_path) as running:
+        monkeypatch.setenv("HEADRACE_ADMIN_URL", running.url)
+        assert "red" in (await terminal("tenants")).out
 
 
 @asynchronous

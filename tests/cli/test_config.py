@@ -83,7 +83,12 @@ def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
     text = EXAMPLE.read_text(encoding="utf-8")
     for name in re.findall(r'^key_env = "(\w+)"', text, re.MULTILINE):
         monkeypatch.setenv(name, f"sk-{name}")
-    assert main(["config", "check", str(EXAMPLE)]) == 0
+    assert main(["config", "check", str(EXAMPLE), "--file-only"]) == 0
+    capsys.readouterr()
+    assert main(["config", "check", str(EXAMPLE)]) == WRONG_USAGE  # it names folders of another machine
+    wrong = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert wrong == ["models.minilm.path", "models.large.upstream.tokenizer"]
+    assert main(["config", "check", str(EXAMPLE), "--file-only"]) == 0
     assert capsys.readouterr().out == f"{EXAMPLE} is valid\n"
     assert main(["config", "show", str(EXAMPLE)]) == 0
     out = capsys.readouterr().out
@@ -93,10 +98,14 @@ def test_a_file_that_uses_nearly_everything_is_checked_and_shown(
     assert capsys.readouterr().out == out
 
 
-def test_all_that_is_wrong_with_such_a_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_wrong_with_such_a_file_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = EXAMPLE.read_text(encoding="utf-8").replace("cascade = ", "casade = ").replace('"15m"', '"15 minutes"')
     Path("headrace.toml").write_text(text, encoding="utf-8")
-    assert main(["config", "check"]) == WRONG_USAGE
+    for name in re.findall(r'^key_env = "(\w+)"', text, re.MULTILINE):
+        monkeypatch.setenv(name, f"sk-{name}")
+    assert main(["config", "check", "--file-only"]) == WRONG_USAGE
     captured = capsys.readouterr()
     span = 'expected a duration such as 90s, 5m, 1h or 7d, found "15 minutes"'
     assert captured.out.splitlines() == [

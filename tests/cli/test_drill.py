@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from headrace.bench.drills.promises import Promise
 from headrace.cli import main
-from headrace.cli.drill import DRILLS
+from headrace.cli.drill import DRILLS, FAULTS, DrillName
 
 PLAYBOOKS = Path(__file__).parents[2] / "docs"
 
@@ -37,4 +38,5 @@ def test_a_broken_promise_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_every_drill_has_its_playbook() -> None:
     (playbooks,) = PLAYBOOKS.rglob("playbooks.md")
+    assert set(FAULTS) == set(DRILLS) == set(get_args(DrillName))
     assert set(re.findall(r"^headrace drill (\S+)", playbooks.read_text(), re.MULTILINE)) == set(DRILLS)

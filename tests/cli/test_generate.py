@@ -131,6 +131,17 @@ def test_an_encoder_says_that_it_makes_no_text(tmp_path: Path, capsys: pytest.Ca
     assert "encoder" in capsys.readouterr().err
 
 
-def test_an_empty_prompt_is_refused(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(tiny_folder), "-p", ""]) == WRONG_USAGE
-    assert "no tokens" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("prompt", "flags"),
+    [("", []), ("", ["--chat"]), (" \n", ["--chat"])],
+    ids=["text", "message", "blank message"],
+)
+def test_an_empty_prompt_is_refused(
+    prompt: str, flags: list[str], tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(tiny_folder), "-p", prompt, *flags]) == WRONG_USAGE
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "headrace: The prompt is empty. Pass a text with --prompt TEXT, or - to read it from standard input.\n"
+    )
+    assert captured.out == ""

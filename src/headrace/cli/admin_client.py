@@ -47,11 +47,21 @@ def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
     return kind(parts.hostname, port, timeout=_TIMEOUT_S), parts.path.rstrip("/").removesuffix("/v1")
 
 
-def request(url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> bytes:
+def request(
+    url: str,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    root: str = "/admin/v1/",
+    key_variable: str = "HEADRACE_ADMIN_KEY",
+    **query: Any,
+) -> bytes:
+    """`root`: what the path is below. `key_variable`: the environment variable with the key."""
     headers = {"accept": "application/json"}
-    if key := os.environ.get("HEADRACE_ADMIN_KEY"):
+    if key := os.environ.get(key_variable):
         if not key.isascii() or not key.isprintable():
-            raise RequestError("HEADRACE_ADMIN_KEY contains characters that are not allowed in a key.")
+            raise RequestError(f"{key_variable} contains characters that are not allowed in a key.")
         headers["authorization"] = f"Bearer {key}"
     data = None
     if body is not None:
@@ -61,7 +71,7 @@ def request(url: str, method: str, path: str, body: Mapping[str, Any] | None = N
     parameters = {name: str(value) for name, value in query.items() if value is not None}
     try:
         connection.request(
-            method, f"{prefix}/admin/v1/{path}{'?' if parameters else ''}{urlencode(parameters)}", data, headers
+            method, f"{prefix}{root}{path}{'?' if parameters else ''}{urlencode(parameters)}", data, headers
         )
         reply = connection.getresponse()
         answer = reply.read(_RESPONSE_BYTES + 1)
@@ -79,15 +89,16 @@ def request(url: str, method: str, path: str, body: Mapping[str, Any] | None = N
 
 
 def request_json(
-    url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **query: Any
+    url: str, method: str, path: str, body: Mapping[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    answer = request(url, method, path, body, **query)
+    """Like `request`, with its options, for a response that is a JSON object."""
+    answer = request(url, method, path, body, **options)
     try:
         parsed: object = json.loads(answer)
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise ConnectionError(f"{url}: not a Headrace admin API")
+        raise ConnectionError(f"{url}: not a Headrace server")
     return cast("dict[str, Any]", parsed)
 
 

@@ -75,8 +75,8 @@ class ServerFlags:
     connect_timeout
         Seconds to wait for a connection.
     tokenizer
-        Model folder, bundled model or hub id whose tokenizer counts tokens. Default: the server's /tokenize, or else
-        the usage it reports.
+        Model folder, GGUF file, bundled model or hub id whose tokenizer counts tokens. Default: the server's
+        /tokenize, or else the usage it reports.
     token_mismatch
         What to do if the server's count of output tokens differs from ours by more than 5 %: fail, warn or off.
     """

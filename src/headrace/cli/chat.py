@@ -21,6 +21,7 @@ from headrace.engine.interface.request import FinishReason
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM
+from headrace.models.precision import AUTO
 from headrace.variant import DEFAULT_MODEL
 
 _HELP = "/reset starts over, /system TEXT sets the system message, /quit exits. Ctrl-C stops an answer."
@@ -170,7 +171,7 @@ def chat(
     max_tokens: Annotated[int, Parameter(name=["--max-tokens", "-n"])] = 1024,
     temperature: float = 0.0,
     seed: int = 0,
-    weights: str = "bf16",
+    weights: str = AUTO,
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
 ) -> None:
     """Chat with a model in the terminal.
@@ -180,7 +181,8 @@ def chat(
     Parameters
     ----------
     model
-        Model folder, bundled model (mini, draft) or hub id. With --url, the name of one of the server's models.
+        Model folder, GGUF file, bundled model (mini, draft), or a downloaded model's name. With --url, the name of one
+        of the server's models.
     url
         OpenAI-compatible server to use instead of an engine in this process. The API key is read from OPENAI_API_KEY.
     system
@@ -192,7 +194,7 @@ def chat(
     seed
         Seed for sampling.
     weights
-        Precision of the weights: f32, bf16, int8 or int4.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8 or int4.
     threads
         Threads to compute with. Default: the machine's cores.
     """

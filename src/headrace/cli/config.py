@@ -27,17 +27,24 @@ config = App(
 
 
 @config.command
-def check(file: Path | None = None, /) -> None:
-    """Check a configuration and print every mistake.
+def check(file: Path | None = None, /, *, file_only: bool = False) -> None:
+    """Check a configuration and what it needs of this machine, and print every mistake.
+
+    It opens the models' folders, and looks for extras, environment variables and the storage folder. It loads no
+    weights and connects to nothing.
 
     Parameters
     ----------
     file
         File to check. Default: $HEADRACE_CONFIG, else ./headrace.toml.
+    file_only
+        Check no models, extras, storage folder and shared stores, which another machine may have.
     """
     found = find_config_file(file, os.environ)
+    from headrace.server.deployment_checks import check_deployment
+
     try:
-        load_config(file, environ=os.environ)
+        load_config(file, environ=os.environ, check=None if file_only else check_deployment)
     except ConfigError as error:
         print(*error.mistakes, sep="\n")
         count = "1 mistake" if len(error.mistakes) == 1 else f"{len(error.mistakes)} mistakes"

@@ -14,6 +14,8 @@ from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.models.model_folder import BUNDLED_NAMES, ModelFolder, find_model, open_model
+from headrace.models.precision import AUTO
+from headrace.models.weight_choice import describe_choice
 from headrace.variant import DEFAULT_MODEL
 
 
@@ -52,7 +54,7 @@ def generate(
     presence_penalty: float = 0.0,
     seed: int = 0,
     ignore_eos: bool = False,
-    weights: str = "bf16",
+    weights: str = AUTO,
     group: str | None = None,
     keep: Annotated[list[str] | None, Parameter(negative=())] = None,
     kv: str = "bf16",
@@ -68,7 +70,7 @@ def generate(
     Parameters
     ----------
     model
-        Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
+        Model folder, GGUF file, bundled model (mini, draft), or a downloaded model's name (see headrace pull).
     prompt
         Text to continue. `-` reads it from standard input.
     chat
@@ -94,7 +96,7 @@ def generate(
     ignore_eos
         Continue past the model's end-of-sequence tokens.
     weights
-        Precision of the weights: f32, bf16, int8 or int4.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8 or int4.
     group
         Inputs that share a scale at int8 and int4: 32, 64, 128 or channel.
     keep
@@ -142,6 +144,8 @@ def generate(
         speculation="none",  # so that the times are the model's alone
     )
     executor = llm.opened.executor
+    if chosen := describe_choice(folder, executor.plan):
+        print(f"Weights: {chosen}.", file=sys.stderr)
     room = min(max_tokens, executor.capacity.context - len(ids))
     if room < 1:
         raise RequestError(
@@ -174,7 +178,7 @@ def generate(
         decode_s=ending.usage.decode_s,
         isa=executor.isa,
         threads=executor.threads,
-        weights=executor.plan.default.name,
+        weights=executor.plan.name,
         kv=executor.kv_type,
         weight_bytes=executor.load_report.weight_bytes,
         weights_mapped=executor.load_report.mapped,
@@ -183,8 +187,13 @@ def generate(
 
 
 def _encode(folder: ModelFolder, prompt: str, *, chat: bool) -> list[int]:
+    """Return the prompt's tokens. A model may continue nothing (its beginning-of-text token), but answers no empty
+    message."""
     tokenizer = folder.tokenizer
+    ids = [] if chat else tokenizer.encode(prompt)
+    if not (prompt.strip() if chat else ids):
+        raise RequestError("The prompt is empty. Pass a text with --prompt TEXT, or - to read it from standard input.")
     if not chat:
-        return tokenizer.encode(prompt)
+        return ids
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False)

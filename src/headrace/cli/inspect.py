@@ -46,7 +46,7 @@ def inspect(
     Parameters
     ----------
     model
-        Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
+        Model folder, GGUF file, bundled model (mini, draft), or a downloaded model's name (see headrace pull).
     threads
         Threads to measure with. Default: the machine's cores.
     json
@@ -58,7 +58,7 @@ def inspect(
     machine = probe_machine(pool)
     floors: list[Floor] = []
     for precision in PRECISIONS:
-        plan = parse_plan(precision)
+        plan = parse_plan(precision, embedder=spec.embeds)
         floors.append(floor(spec, plan, machine, bandwidth(pool, decode_bytes(spec, plan))))
     facts = _facts(spec, machine, floors, str(folder.path))
     if json:

@@ -6,14 +6,18 @@ Maps flags to the configuration and prints progress. headrace.server runs the re
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
+import structlog
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from headrace.config.loader import find_config_file
+from headrace.cli import report_errors_as_json
+from headrace.cli.pull import pull_missing, served_name
+from headrace.config.loader import find_config_file, variable_of
 from headrace.errors import RequestError
 from headrace.models.model_folder import BUNDLED_NAMES
 from headrace.server.config_checks import load_config
@@ -34,6 +38,8 @@ def serve(
     replicas: int | None = None,
     api_key: str | None = None,
     log_format: str | None = None,
+    insecure: bool = False,
+    pull: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Serve models to OpenAI and Anthropic clients.
 
@@ -44,7 +50,8 @@ def serve(
     Parameters
     ----------
     model
-        Model folder, bundled model (mini, draft) or hub id. Replaces the configuration's models.
+        Model folder, GGUF file, bundled model (mini, draft), or a downloaded model's name. Replaces the configuration's
+        models.
     config
         Configuration file. Default: ./headrace.toml, if it exists.
     host
@@ -52,7 +59,7 @@ def serve(
     port
         Port to listen on; 0 picks a free one.
     weights
-        Precision of the weights: f32, bf16, int8 or int4.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8 or int4.
     kv
         Precision of the KV cache: f32, bf16 or int8.
     threads
@@ -65,8 +72,16 @@ def serve(
         API key that clients must send.
     log_format
         Log format: text or json.
+    insecure
+        Allow an address that other machines reach without API keys: anybody there can use the server.
+    pull
+        Download models that are not on this machine.
     """
     flags: dict[str, Any] = {"server.host": host, "server.port": port, "log.format": log_format}
+    if insecure:
+        flags["server.insecure"] = True
+    if pull:
+        flags["server.pull"] = True
     options = {"weights": weights, "kv": kv, "threads": threads, "context": context}
     options = {name: value for name, value in options.items() if value is not None}
     if model is None and (options or replicas is not None):
@@ -76,16 +91,23 @@ def serve(
             )
         model = DEFAULT_MODEL
     if model is not None:
-        name = model if model in BUNDLED_NAMES else Path(model).name or model
+        name = model if model in BUNDLED_NAMES else served_name(model) or Path(model).name or model
         flags["models"] = {name: {"path": model, "options": options, "replicas": replicas or 1}}
     if api_key is not None:
         flags["keys"] = [{"name": "default", "key": api_key}]
+    as_json = _wants_json(config, log_format)
+    if as_json:
+        report_errors_as_json()
     loaded = load_config(config, environ=os.environ, flags=flags)
+    console = Console(stderr=True)
+    if loaded.server.pull:
+        pull_missing(loaded, console if not as_json else Console(stderr=True, quiet=True))
     from headrace.server.server import run
 
-    console = Console(stderr=True)
-
     def ready(url: str) -> None:
+        if as_json:
+            structlog.get_logger("headrace").info("serving", models=sorted(loaded.models), url=f"{url}/v1")
+            return
         names = ", ".join(loaded.models)
         console.print(f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n")
         console.print(
@@ -102,7 +124,21 @@ def serve(
             bars.stop()
             ready(url)
 
-        run(loaded, ready=started, loading=bars.show if console.is_terminal else None)
+        run(loaded, ready=started, loading=bars.show if console.is_terminal and not as_json else None)
+
+
+def _wants_json(config: Path | None, flag: str | None) -> bool:
+    """Return whether the log is JSON, also where the configuration has mistakes."""
+    if flag is not None:
+        return flag == "json"
+    variable = os.environ.get(variable_of("log", "format"))
+    if variable is not None:
+        return variable.strip() == "json"
+    file = find_config_file(config, os.environ)
+    try:
+        return file is not None and tomllib.loads(file.read_text(encoding="utf-8-sig"))["log"]["format"] == "json"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 class LoadingBars:
