@@ -13,11 +13,21 @@ import pytest
 
 import headrace
 from headrace.cli import COMMANDS, app
-from headrace.models.families import FAMILIES
-from headrace.observe import metrics
+from headrace.models.families import FAMILIES, HEADLESS, RERANKERS
+from headrace.observe import computed_metrics, metrics
 
 ROOT = Path(__file__).parent.parent
-NOT_OURS = {".git", ".venv", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
+NOT_OURS = {
+    "node_modules",
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".hypothesis",
+}
 
 
 def project() -> dict[str, Any]:
@@ -119,14 +129,15 @@ def test_every_flag_is_documented_and_every_documented_flag_exists(command: str)
 
 
 def test_every_architecture_is_documented() -> None:
-    documented = set(re.findall(r"`(\w+For\w+|BertModel)`", (ROOT / "docs" / "reference" / "models.md").read_text()))
-    assert documented == {name for family in FAMILIES for name in family.architectures}
+    documented = set(re.findall(r"`(\w+(?:For\w+|Model))`", (ROOT / "docs" / "reference" / "models.md").read_text()))
+    assert documented - set(HEADLESS) == {name for family in FAMILIES for name in family.architectures} | set(RERANKERS)
 
 
 def test_every_environment_variable_is_documented() -> None:
     sources = [path for path in files() if path.suffix in {".py", ".cpp", ".h"} and "tests" not in path.parts]
-    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))\s*["'](HEADRACE_\w+)""")
-    named = {name for path in sources for name in read.findall(path.read_text())}
+    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[)|env_var=)\s*["'](HEADRACE_\w+)""")
+    kept = re.compile(r"""^[A-Z_]+: Final = ["'](HEADRACE_\w+)["']""", re.MULTILINE)
+    named = {name for path in sources for name in (*read.findall(path.read_text()), *kept.findall(path.read_text()))}
     assert "HEADRACE_ISA" in named
     section = (ROOT / "docs" / "reference" / "commands.md").read_text().partition("\n## ")[0]
     assert named == set(re.findall(r"^\| `(HEADRACE_\w+)` \|", section, re.MULTILINE))
@@ -158,6 +169,8 @@ def test_no_machine_and_no_registry_is_named() -> None:
 
 def test_every_metric_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `(headrace_\w+)` \|", page, re.MULTILINE))
+    documented = set(re.findall(r"^\| `((?:headrace_|vllm:)\w+)` \|", page, re.MULTILINE))
+    names = {each.name for each in computed_metrics.METRICS}
     found = {each.name + ("_total" if each.type == "counter" else "") for each in metrics.registry.collect()}
+    assert names <= {each.removesuffix("_total") for each in found}
     assert documented == found

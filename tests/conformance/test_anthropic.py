@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import anthropic
@@ -57,6 +58,8 @@ def test_a_tool_that_must_be_called_is_called_and_its_result_taken(client: anthr
     )
     (call,) = [block for block in answer.content if block.type == "tool_use"]
     assert call.name == "get_weather"
+    assert answer.id.startswith("msg_")
+    assert call.id.startswith("toolu_")
     assert set(call.input) == {"city", "unit"}
     assert call.input["unit"] in ("C", "F")
     after = client.messages.create(
@@ -76,7 +79,50 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="Unknown model 'nobody'"):
         client.messages.create(model="nobody", max_tokens=1, messages=QUESTION)
     with pytest.raises(anthropic.BadRequestError) as raised:
-        client.messages.create(model="mini", max_tokens=1, messages=QUESTION, extra_body={"colour": "red"})
+        client.messages.create(model="mini", max_tokens=1, messages=QUESTION, extra_body={"stop": ["a"]})
     error = json.loads(raised.value.response.text)
     assert error["type"] == "error"
-    assert "colour" in error["error"]["message"]
+    assert "'stop' is not supported: use this endpoint's own name" in error["error"]["message"]
+
+
+def test_models_are_listed_in_the_clients_own_shape(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == ("mini", "model", "active")
+    assert model.max_input_tokens is not None
+    assert model.created_at.year >= 2025
+    assert client.models.retrieve("mini") == model
+    assert [each.id for each in client.beta.models.list()] == ["mini"]
+    with pytest.raises(anthropic.NotFoundError, match="Unknown model 'nobody'") as raised:
+        client.models.retrieve("nobody")
+    assert raised.value.request_id is not None
+    assert raised.value.body["error"]["type"] == "not_found_error"
+
+
+def test_a_message_batch_is_run_and_its_results_are_read(client: anthropic.Anthropic) -> None:
+    params = {"model": "mini", "max_tokens": 8, "messages": QUESTION}
+    batch = client.messages.batches.create(
+        requests=[
+            {"custom_id": "good", "params": params},  # type: ignore[typeddict-item]
+            {"custom_id": "bad", "params": {**params, "model": "nobody"}},  # type: ignore[typeddict-item]
+        ]
+    )
+    assert batch.request_counts.processing == 2
+    deadline = time.monotonic() + 60
+    while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (batch.request_counts.succeeded, batch.request_counts.errored) == (1, 1)
+    results = {each.custom_id: each.result for each in client.messages.batches.results(batch.id)}
+    good, bad = results["good"], results["bad"]
+    assert good.type == "succeeded"
+    assert 0 < good.message.usage.output_tokens <= 8
+    assert bad.type == "errored"
+    assert bad.error.error.type == "not_found_error"
+    assert batch.id in [each.id for each in client.messages.batches.list(limit=1)]
+    assert batch.id in [each.id for each in client.beta.messages.batches.list(limit=1)]
+    assert len(list(client.beta.messages.batches.results(batch.id))) == 2
+    with pytest.raises(anthropic.ConflictError):
+        client.messages.batches.cancel(batch.id)
+    assert client.messages.batches.delete(batch.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.batches.retrieve(batch.id)

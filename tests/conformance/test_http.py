@@ -42,17 +42,17 @@ def events(reply: httpx2.Response) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("wishes", "parameter", "code"),
     [
-        ({"colour": "red"}, "colour", "unknown_parameter"),
+        ({"max_token": 5}, "max_token", "unknown_parameter"),
         ({"messages": None}, "messages", "missing_required_parameter"),
         ({"messages": "Hi"}, "messages", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_value"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "missing_required_parameter"),
-        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x", "unknown_parameter"),
+        ({"messages": [{"role": "user", "contents": "a"}]}, "messages[0].contents", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
         ({"messages": [{"role": "user"}]}, "messages[0].content", None),
-        ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages", None),
+        ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages", "too_many_values"),
         ({"messages": [{"role": "user", "content": "word " * 4000}]}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "w" * 1_000_000}]}, "messages", "context_length_exceeded"),
         ({"temperature": 3}, "temperature", "invalid_value"),
@@ -71,7 +71,11 @@ def events(reply: httpx2.Response) -> list[dict[str, Any]]:
         ({"top_logprobs": 2}, "top_logprobs", None),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
-        ({"stream": True, "stream_options": {"more": True}}, "stream_options.more", "unknown_parameter"),
+        (
+            {"stream": True, "stream_options": {"include_usage_": 1}},
+            "stream_options.include_usage_",
+            "unknown_parameter",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", None),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value"),
         ({"reasoning_effort": "lots"}, "reasoning_effort", "invalid_value"),
@@ -90,6 +94,25 @@ def test_what_is_wrong_is_named(http: httpx2.Client, wishes: dict[str, Any], par
     assert reply.status_code == 400
     error = told(reply)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", parameter, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
+        ({"stream": True, "stream_options": {"more": True}}, "stream_options.more"),
+    ],
+)
+def test_an_unknown_field_is_ignored_and_named_or_refused_when_strict(
+    http: httpx2.Client, fields: dict[str, Any], parameter: str
+) -> None:
+    reply = http.post(CHAT, json={**ASKED, **fields})
+    assert reply.status_code == 200
+    assert parameter.replace("[0]", "") in reply.headers["x-headrace-ignored"]
+    reply = http.post(CHAT, json={**ASKED, **fields}, headers={"x-headrace-strict-parameters": "true"})
+    error = told(reply)
+    assert (reply.status_code, error["param"], error["code"]) == (400, parameter, "unknown_parameter")
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,21 @@ def test_user_and_metadata_are_taken_and_metadata_is_handed_back(client: openai.
     assert ask(client, max_tokens=1).metadata is None
 
 
+def test_a_prediction_changes_no_answer(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What is paging?"}]
+    plain = client.chat.completions.create(model="mini", messages=messages, temperature=0, max_tokens=40)
+    said = plain.choices[0].message.content or ""
+    for text in (said, said[: len(said) // 2] + " but not so", "Nothing like it."):
+        predicted = client.chat.completions.create(
+            model="mini",
+            messages=messages,
+            temperature=0,
+            max_tokens=40,
+            prediction={"type": "content", "content": text},
+        )
+        assert predicted.choices[0].message.content == said
+
+
 def test_parts_of_text_are_a_text(client: openai.OpenAI) -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "What is time to first token?"}]}]
     assert text(ask(client, messages=parts, temperature=0)) == text(ask(client, temperature=0))

@@ -134,6 +134,52 @@ def test_echo_measures_every_token_of_the_prompt(client: openai.OpenAI, tokens: 
     assert logprobs.text_offset[-1] == len(SHORT["prompt"])
 
 
+def test_max_tokens_0_with_echo_scores_the_prompt(client: openai.OpenAI) -> None:
+    """The classic scoring call: what comes is what a longer answer begins with."""
+    prompts = ["The first token costs more — é, 😀 and ÿ.", SHORT["prompt"], "Oslo"]
+    scored = ask(client, prompt=prompts, echo=True, logprobs=2, max_tokens=0)
+    longer = ask(client, prompt=prompts, echo=True, logprobs=2, max_tokens=3)
+    for prompt, choice, more in zip(prompts, scored.choices, longer.choices, strict=True):
+        assert (choice.text, choice.finish_reason) == (prompt, "length")
+        assert choice.logprobs is not None
+        assert more.logprobs is not None
+        tokens = choice.logprobs.tokens or []
+        assert "".join(tokens) == prompt
+        for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            assert getattr(choice.logprobs, field) == getattr(more.logprobs, field)[: len(tokens)]
+        assert "".join(more.logprobs.tokens or []) == more.text
+    assert scored.usage is not None
+    assert longer.usage is not None
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, longer.usage.prompt_tokens)
+    chunks = stream(client, prompt=prompts[0], echo=True, logprobs=2, max_tokens=0)
+    assert joined(chunks) == prompts[0]
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 3])
+def test_the_chosen_token_is_among_the_top(client: openai.OpenAI, logprobs: int) -> None:
+    answer = ask(client, echo=True, logprobs=logprobs, temperature=2.0, seed=5, max_tokens=12)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    beside = 0
+    for token, logprob, top in zip(
+        found.tokens or [], found.token_logprobs or [], found.top_logprobs or [], strict=True
+    ):
+        if logprob is None:
+            assert top is None
+            continue
+        assert top[token] == logprob
+        assert logprobs <= len(top) <= logprobs + 1
+        beside += len(top) == logprobs + 1
+    assert beside > 3  # unlikely tokens come beside the likeliest
+
+
+def test_max_tokens_0_without_echo_is_an_empty_text(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
 def test_echo_measures_what_score_does(client: openai.OpenAI, http: httpx2.Client) -> None:
     asked = {"prompt": "The first", "continuations": [" token"], "return_tokens": True}
     (score,) = http.post("/v1/score", json=asked).json()["data"]
@@ -153,13 +199,15 @@ def test_echo_measures_what_score_does(client: openai.OpenAI, http: httpx2.Clien
         ({"prompt": [[1, -2]]}, "prompt[0]"),
         ({"prompt": [10**9]}, "prompt"),
         ({"logprobs": 99}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0, "n": 2}, "n"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"n": 17}, "n"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"extra_body": {"min_tokens": 9}}, "min_tokens"),
         ({"extra_body": {"messages": []}}, "messages"),
+        ({"extra_body": {"max_output_tokens": 5}}, "max_output_tokens"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, wishes: dict[str, Any], parameter: str) -> None:

@@ -62,7 +62,7 @@ def test_tokens_are_as_good_as_their_text(client: openai.OpenAI, http: httpx2.Cl
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": 10**6}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"extra_body": {"truncate": True}}, "truncate"),
+        ({"extra_body": {"truncate": "MIDDLE"}}, "truncate"),
     ],
 )
 def test_what_is_wrong_is_named(client: openai.OpenAI, wishes: dict[str, Any], parameter: str) -> None:
@@ -84,6 +84,7 @@ def test_rerank_puts_the_same_text_first(http: httpx2.Client) -> None:
     asked = {"query": "a wheel", "documents": ["the sea", {"text": "a wheel"}, "x"], "return_documents": True}
     found = http.post("/v1/rerank", json=asked).json()
     assert sorted(each["index"] for each in found["results"]) == [0, 1, 2]
+    assert http.post("/rerank", json=asked).json()["results"] == found["results"]
     first = found["results"][0]
     assert (first["index"], first["document"]) == (1, {"text": "a wheel"})
     assert first["relevance_score"] == pytest.approx(1, abs=1e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import openai
 import pytest
 from pydantic import BaseModel
@@ -90,3 +93,65 @@ def test_an_answer_is_parsed_by_its_schema(client: openai.OpenAI) -> None:
         model="mini", input="Order 12, paid.", text_format=Order, max_output_tokens=60, temperature=0
     )
     assert isinstance(answer.output_parsed, Order)
+
+
+def test_a_response_in_the_background_is_polled_to_its_end(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "mini", "input": "What is paging?", "temperature": 0, "max_output_tokens": 24}
+    created = client.responses.create(**asked, background=True)
+    assert (created.status, created.background) == ("queued", True)
+    deadline = time.monotonic() + 60
+    while (found := client.responses.retrieve(created.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert found.output_text == client.responses.create(**asked).output_text
+    assert client.responses.cancel(created.id) == found  # it has ended, so it stays as it is
+
+
+def test_a_response_in_the_background_is_cancelled(client: openai.OpenAI) -> None:
+    created = client.responses.create(
+        model="mini", input="Count.", background=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
+    )
+    assert client.responses.cancel(created.id).status == "cancelled"
+    assert client.responses.retrieve(created.id).status == "cancelled"
+
+
+def test_a_stream_of_the_background_is_followed_from_an_event_on(client: openai.OpenAI) -> None:
+    stream = client.responses.create(
+        model="mini", input="What is AWQ?", temperature=0, max_output_tokens=24, background=True, stream=True
+    )
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    stream.close()
+    events = list(client.responses.retrieve(first.response.id, stream=True, starting_after=first.sequence_number))
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said == client.responses.retrieve(first.response.id).output_text
+
+
+def test_a_conversation_is_kept_and_continued(client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(
+        items=[{"type": "message", "role": "system", "content": "Be brief."}], metadata={"topic": "paging"}
+    )
+    assert client.conversations.retrieve(conversation.id) == conversation
+    asked: Any = {"model": "mini", "temperature": 0, "max_output_tokens": 8, "conversation": conversation.id}
+    first = client.responses.create(**asked, input="What is paging?")
+    second = client.responses.create(**asked, input="Why?")
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.conversation is not None
+    assert second.conversation.id == conversation.id
+    assert second.usage.input_tokens >= first.usage.total_tokens
+    items = list(client.conversations.items.list(conversation.id, order="asc", limit=2))  # page by page
+    roles = [item.role for item in items if item.type == "message"]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    added = client.conversations.items.create(
+        conversation.id, items=[{"type": "message", "role": "user", "content": "And?"}]
+    )
+    (item,) = added.data
+    assert client.conversations.items.retrieve(item.id or "", conversation_id=conversation.id) == item
+    assert client.conversations.items.delete(item.id or "", conversation_id=conversation.id).id == conversation.id
+    assert client.conversations.update(conversation.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
+    assert client.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**asked, input="Still there?")

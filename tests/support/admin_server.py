@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from headrace.config import Config, KeyConfig, ModelConfig, names_of
 from headrace.config.tenant_section import AdminConfig, FastConfig, TenantConfig
 from headrace.gateway.accounts.account_services import AccountServices
+from headrace.gateway.accounts.forward_clock import ForwardClock
 from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.server.server import Server
 from tests.support.accounts import bearer, declared
@@ -63,7 +64,7 @@ class Administered(Running):
 
     def set_clocks(self, wall: Clock, monotonic: Clock) -> None:
         """By which keys expire, and by which fast mode ends."""
-        self.administration.directory._clock = self.administration.operations._clock = wall
+        self.administration.directory._clock = self.administration.operations._clock = ForwardClock(wall)
         self.administration.switches._monotonic = monotonic
 
 

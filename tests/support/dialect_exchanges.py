@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 def exchange_for(asked: TextRequest) -> Exchange:
     served = ServedVariant(name="mini", engine=NoEngine(), tokenizer=tokenizer(), context=2048, fingerprint="fp_1")
-    return Exchange(caller=Caller(), asked=asked, served=served, id="one", prompt_tokens=20)
+    return Exchange(caller=Caller(), text_request=asked, served=served, id="one", prompt_tokens=20)
 
 
 def whole(pieces: Iterable[ChoiceDelta]) -> list[Choice]:

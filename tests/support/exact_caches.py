@@ -49,7 +49,7 @@ def cache_key(
     if tags:
         changes["metadata"] = {"cache_tags": ",".join(tags)}
     found = cache_key_for(
-        tenant=tenant, served=served(), asked=asked(**changes), prompts=[(1, 2, number)], seeded=seeded
+        tenant=tenant, served=served(), text_request=asked(**changes), prompts=[(1, 2, number)], seeded=seeded
     )
     assert found is not None
     return found

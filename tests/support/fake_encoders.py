@@ -28,12 +28,12 @@ class WordEmbedder:
     width = WIDTH
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.text_request: list[str] = []
         self.delay_s = 0.0
         self.fails = False
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        self.asked += texts
+        self.text_request += texts
         await asyncio.sleep(self.delay_s)
         if self.fails:
             raise OSError("the encoder is gone")
@@ -83,13 +83,13 @@ class WordEngine:
     """An engine whose vectors are WordEmbedder's."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.asked: list[GenerationRequest] = []
+        self.text_request: list[GenerationRequest] = []
         self.embedder = WordEmbedder()
         self.silent = self.fails = False
         self._tokenizer = tokenizer
 
     def stream(self, request: GenerationRequest) -> Any:
-        self.asked.append(request)
+        self.text_request.append(request)
         if self.fails:
             raise OverloadedError("the encoder is gone")
         stream = EncoderStream(request)
@@ -105,10 +105,10 @@ class EncoderEngine:
     """An engine whose vectors say how long a text was."""
 
     def __init__(self) -> None:
-        self.asked: list[GenerationRequest] = []
+        self.text_request: list[GenerationRequest] = []
 
     def stream(self, request: GenerationRequest) -> Any:
-        self.asked.append(request)
+        self.text_request.append(request)
         return EncoderStream(request)
 
     async def stats(self) -> list[dict[str, Any]]:

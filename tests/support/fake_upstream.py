@@ -293,12 +293,14 @@ def served(**changes: Any) -> ServedVariant:
 def exchange(*, tenant: str = "acme", **asked: Any) -> Exchange:
     if "prompts" not in asked:
         asked.setdefault("messages", MESSAGES)
-    return Exchange(caller=Caller(tenant=tenant), asked=TextRequest(model="mini", **asked), served=served(), id="ours")
+    return Exchange(
+        caller=Caller(tenant=tenant), text_request=TextRequest(model="mini", **asked), served=served(), id="ours"
+    )
 
 
 async def answered(upstream: Upstream, **asked: Any) -> list[Choice]:
     """The whole answer."""
-    answering = UpstreamGeneration(exchange(**asked), upstream, anew=True)
+    answering = UpstreamGeneration(exchange(**asked), upstream, can_restart=True)
     try:
         await answering.begin()
         return await collect_choices(answering)
@@ -326,7 +328,7 @@ async def pieces_of(upstream: Upstream, into: list[ChoiceDelta] | None = None, *
 async def relayed(upstream: Upstream, into: list[bytes] | None = None, *, rename: bool = True, **asked: Any) -> bytes:
     found: list[bytes] = [] if into is None else into
     answering = UpstreamGeneration(exchange(stream=True, **asked), upstream)
-    own: Any = ChatStream if answering.exchange.asked.messages is not None else CompletionStream
+    own: Any = ChatStream if answering.exchange.text_request.messages is not None else CompletionStream
 
     def write(data: bytes) -> bool:
         found.append(data)

@@ -14,8 +14,8 @@ import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
-from headrace.server.api.batch_table import BatchRecord
-from headrace.server.api.batches import BatchBackoff, Batches, RunRequest
+from headrace.server.api.batches.batch_table import BatchRecord
+from headrace.server.api.batches.batches import BatchBackoff, Batches, RunRequest
 from headrace.server.api.files import FileRecord, FileStore
 from tests.support.clock import Clock
 

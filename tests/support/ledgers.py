@@ -17,8 +17,8 @@ from headrace.gateway.ledger.budget_alerts import AlertSender
 from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
 from headrace.gateway.ledger.ledger import Ledger
 from headrace.gateway.ledger.ledger_bounds import LedgerBounds, LedgerEvent
-from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ScopeSums
-from headrace.gateway.ledger.ledger_store import FindBudget, LedgerBatch, WriteResult
+from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry
+from headrace.gateway.ledger.ledger_store import BudgetReading, FindBudget, LeaseRequest, LedgerBatch, WriteResult
 from headrace.gateway.ledger.prices import Price, PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
@@ -47,7 +47,7 @@ def used(prompt: int = 10, output: int = 10, cached: int = 0, seconds: float = 0
     return TokenUsage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, decode_s=seconds)
 
 
-def budgets(*given: BudgetConfig, when_down: Any = "open", tenant: str = "a") -> BudgetBook:
+def budgets(*given: BudgetConfig, when_down: Any = "lease", tenant: str = "a") -> BudgetBook:
     return BudgetBook({tenant: TenantBudgets(given, when_down)})
 
 
@@ -66,9 +66,9 @@ class Faulty(SqliteLedgerStore):
         self.writes += 1
         return await super().write(batch, watch, now)
 
-    async def spent(self, scopes: Sequence[BudgetScope]) -> ScopeSums:
+    async def lease(self, requests: Sequence[LeaseRequest]) -> dict[BudgetScope, BudgetReading]:
         await self._fault()
-        return await super().spent(scopes)
+        return await super().lease(requests)
 
     async def _fault(self) -> None:
         await self.open_gate.wait()

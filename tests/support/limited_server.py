@@ -21,6 +21,7 @@ from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.rate_limiter import RateLimiter
+from headrace.gateway.limits.request_charges import RequestCharges
 from headrace.server.server import Server
 from tests.support.clock import Clock
 from tests.support.running_server import (
@@ -186,6 +187,7 @@ async def served(
         services.limiter = RateLimiter(
             local=LocalLimitStore(clock=clock), clock=clock, sleep=clock.sleep, note=services.limiter.note
         )
+        server.context.charges = RequestCharges(services.limiter, clock=clock)
     prepare(server)
     async with living(
         server, lambda task: Serving(server, engines["mini"], fleet, task, clock=clock, engines=engines)

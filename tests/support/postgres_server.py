@@ -57,9 +57,10 @@ class Server:
         waiting = [self.process.pid]
         while waiting:
             pid = waiting.pop()
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            waiting += map(int, children)
-            found += map(int, children)
+            with suppress(OSError):  # a backend ends after its client has left
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                waiting += map(int, children)
+                found += map(int, children)
         return found
 
     @contextmanager
@@ -67,7 +68,8 @@ class Server:
         """It takes connections, and answers nothing."""
         stopped = self.processes()
         for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # a backend ends after its client has left
+                os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:

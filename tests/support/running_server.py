@@ -25,7 +25,7 @@ from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.observe import metrics
-from headrace.server.http.request_log import configure_log
+from headrace.observe.logs import configure_log
 from headrace.server.server import Server
 
 LONG = 300.0  # seconds after which a test has failed; nothing waits so long on purpose
@@ -207,7 +207,7 @@ class Client:
 
 
 def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: headrace"]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost"]
     data = b""
     if body is not None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -259,9 +259,10 @@ class Running:
 def config_of(folder: Path, **server: Any) -> Config:
     named = {"models", "keys", "limits", "log", "routing"}
     others = {name: server.pop(name) for name in list(server) if name in named}
+    storage = server.pop("storage", {})
     return Config(
         server=ServerConfig(port=0, **server),
-        storage=StorageConfig(folder=str(folder)),
+        storage=StorageConfig(folder=str(folder), **storage),
         **({"log": LogConfig()} | others),
     )
 

@@ -41,7 +41,7 @@ def asked_for(text: str = "Hello", **changes: object) -> TextRequest:
 
 
 def exchange_of(asked: TextRequest | None = None, *, variant: str = "mini", tenant: str = "acme") -> Exchange:
-    return Exchange(caller=Caller(tenant=tenant), asked=asked or asked_for(), served=served(variant), id="one")
+    return Exchange(caller=Caller(tenant=tenant), text_request=asked or asked_for(), served=served(variant), id="one")
 
 
 def broken(code: str = "engine_lost") -> ApiError:
@@ -120,7 +120,7 @@ class Scripted:
             self._usages[piece.index] = piece.usage
             self.exchange.finish = piece.finish
             self.exchange.usage = combine_usages(
-                [self._usages[each] for each in sorted(self._usages)], self.exchange.asked.n
+                [self._usages[each] for each in sorted(self._usages)], self.exchange.text_request.n
             )
         else:
             self._tokens[piece.index] = self._tokens.get(piece.index, 0) + 1
@@ -132,7 +132,7 @@ class Scripted:
     def settle(self, error: ApiError | None = None) -> None:
         self.settled += 1
         self._over.set()
-        if len(self._usages) < choice_count(self.exchange.asked) and self._tokens:
+        if len(self._usages) < choice_count(self.exchange.text_request) and self._tokens:
             self.exchange.usage = TokenUsage(prompt_tokens=PROMPT, output_tokens=sum(self._tokens.values()))
 
 
