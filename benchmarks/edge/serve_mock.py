@@ -24,8 +24,8 @@ from headrace.gateway.output.reasoning import detect_reasoning_format
 from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
+from headrace.observe.logs import configure_log
 from headrace.server import server
-from headrace.server.http import request_log as log
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         if options.profile is None:
             server.run(config, fleet=fleet, ready=ready)
         else:
-            log.configure_log(config.log)
+            configure_log(config.log)
             _profiled(server.serve(config, fleet=fleet, ready=ready), options.profile)
 
 

@@ -131,7 +131,7 @@ def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: boo
         out = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "headrace", "bench", url, "--json", str(out), "--seed", str(seed)),
-            *("--token-mismatch", "off", "--no-live", *load.asked(quick=quick), *asked),
+            *("--token-mismatch", "off", "--no-live", *load.text_request(quick=quick), *asked),
         ]
         places.LOGS.mkdir(parents=True, exist_ok=True)
         with (places.LOGS / "serve-bench.log").open("ab") as log:

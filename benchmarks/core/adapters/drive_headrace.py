@@ -35,7 +35,7 @@ def load() -> tuple[Generate, dict[str, Any]]:
     report = executor.load_report
     facts = {
         "isa": executor.isa,
-        "weights": executor.plan.default.name,
+        "weights": executor.plan.name,
         "kv": executor.kv_type,
         "step_rows": executor.capacity.max_rows,
         "weights_mapped": report.mapped,

@@ -1,0 +1,94 @@
+"""Measures what each precision costs, as `headrace evaluate` does, and writes the tables.
+
+    python benchmarks/quality.py [--precisions f32,int8] [--tokens N] [--sample N] [--speed] [--out FILE]
+
+mini is measured on its own answers to held-out questions, which is what it was trained for, and on the pages of
+docs/how-to, which it was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no package that is installed
+
+from headrace.bench.evaluation.documents import Document
+from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationProgress, evaluate_variants
+from headrace.bench.evaluation.evaluation_table import markdown
+from headrace.models.model_folder import BUNDLED, open_model
+from headrace.variant import Variant
+from training.evaluate import chosen_questions, greedy_answers, load, prompts_of
+from training.rows import load_tasks
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PRECISIONS: Final = "f32,bf16,int8,int8-g32,int8-channel,int4,int4-channel"
+MODEL: Final = "mini"
+
+
+def pages() -> list[Document]:
+    paths = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+    return [Document(prompt="\n".join(path.read_text(encoding="utf-8") for path in paths))]
+
+
+def answers(sample: int, threads: int | None) -> list[Document]:
+    """Return held-out questions with the greedy answers of the model in f32, control tokens included."""
+    folder = open_model(BUNDLED / MODEL)
+    tokenizer = folder.tokenizer
+    prompts = prompts_of(folder, chosen_questions(load_tasks(), sample))
+    executor = load(folder, "f32", "bf16", threads)
+    found = greedy_answers(executor, prompts, tokenizer.eos_ids)
+    executor.close()
+    begin = len(tokenizer.frame[0])  # the evaluation puts these before every window
+    return [
+        Document(
+            prompt=tokenizer.decode(prompt[begin:], skip_special_tokens=False),
+            completion=tokenizer.decode(answer, skip_special_tokens=False),
+        )
+        for prompt, answer in zip(prompts, found, strict=True)
+    ]
+
+
+def show(state: EvaluationProgress) -> None:
+    print(f"\r\x1b[K{state.variant}: {state.done / state.total:.0%}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of each precision of mini.")
+    parser.add_argument("--precisions", default=PRECISIONS, help="the first is the reference")
+    parser.add_argument("--tokens", type=int, default=10_000, help="tokens of the pages to score")
+    parser.add_argument("--sample", type=int, default=20, help="held-out questions of each task")
+    parser.add_argument("--speed", action="store_true", help="measure speeds too: on a quiet machine")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="writes the tables there too")
+    options = parser.parse_args()
+    reference, *variants = [
+        Variant.of(MODEL, weights=name, threads=options.threads) for name in options.precisions.split(",")
+    ]
+    lines = ["# What each precision costs", f"`python benchmarks/quality.py {shlex.join(sys.argv[1:])}`".strip()]
+    for title, source, documents, most in (
+        ("On its own answers", "answers to held-out questions", answers(options.sample, options.threads), None),
+        ("On the pages of docs/how-to", "docs/how-to", pages(), options.tokens),
+    ):
+        report = evaluate_variants(
+            documents,
+            variants,
+            source=source,
+            reference=reference,
+            options=EvaluationOptions(speed=options.speed, tokens=most),
+            watch=show,
+        )
+        lines += [f"## {title}", markdown(report).strip()]
+    print("\r\x1b[K", end="", file=sys.stderr)
+    text = "\n\n".join(lines) + "\n"
+    print(text, end="")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
