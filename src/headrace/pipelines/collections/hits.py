@@ -1,0 +1,46 @@
+"""What a search returns, and the interface that pipelines search by. Collection implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from headrace.gateway.serving.exchange import Caller
+
+Metadata = Mapping[str, str | int | float | bool]
+# {"language": "en", "year": {"gte": 2020}}: every entry must hold. See metadata_filters.
+Filters = Mapping[str, Any]
+
+
+class Hit(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk that a search found."""
+
+    text: str
+    source: str  # where the document came from: a path, a URL or a title
+    score: float  # 0 to 1; comparable within one search only
+    id: str  # of the chunk; the same until its document changes
+    document: str  # the document's id
+    heading: str = ""  # titles above the chunk, outermost first, joined by " > "
+    metadata: Metadata = {}
+    scores: Mapping[str, float] = {}  # of each stage that ranked it: keyword, vector, rerank
+
+
+class SearchableCollection(Protocol):
+    async def search(
+        self,
+        query: str,
+        *,
+        k: int = 10,
+        filters: Filters | None = None,
+        deadline_s: float | None = None,  # seconds from now; None: the collection's own bounds apply
+        tenant: str = "",
+        caller: Caller | None = None,  # pays for the query's embedding and reranking; default: the tenant
+    ) -> list[Hit]:
+        """Return the best chunks, best first. ApiError if the tenant has no such collection or a filter is invalid.
+
+        Stages that would miss the deadline are skipped, so that what the others found comes in time.
+        """
+        ...
