@@ -38,6 +38,7 @@ COMMANDS = {
     "make-model": "Create a model with random weights in the shape of a public one.",
     "models": "List the models on this machine, and whether they fit its memory.",
     "observe": "Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
+    "plan": "Plan the devices for a load: how many of which, at what latency and cost.",
     "pull": "Download a model from a hub or a package index.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
