@@ -1,6 +1,7 @@
 """Chooses devices, precision, parallelism and replicas for a load, and says what that costs and what breaks first.
 
-Compares every device of the table, and ranks what meets the objectives by price. Lossy precisions are compared and never recommended: they need a gate on your own prompts first.
+Compares every device of the table, and ranks what meets the objectives by price. Lossy precisions are compared and
+never recommended: they need a gate on your own prompts first.
 """
 
 from __future__ import annotations
