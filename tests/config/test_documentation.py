@@ -78,6 +78,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
+    "`[routing.shadows.NAME]`": routing.ShadowConfig,
     "`[routing.breaker]`": breaker.BreakerConfig,
     "`[routing.health]`": routing.VariantHealthConfig,
     "`[shaping]`": ShapingConfig,

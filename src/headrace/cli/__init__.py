@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": "Plan the devices for a load: how many of which, at what latency and cost.",
     "pull": "Download a model from a hub or a package index.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
+    "shadows": "Show how the answers of shadows differ from the served ones.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
     "status": "Show a running server: its variants, queue, throughput and tenants.",
     "trace": "Print where the time of one request of a running server went.",

@@ -95,6 +95,20 @@ class HedgeConfig(Section, frozen=True):
     samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # recent requests the quantile is computed from, 20 to 4096
 
 
+class ShadowConfig(Section, frozen=True):
+    """Answers copies of served requests with another variant, to compare. Copies are never charged."""
+
+    variant: Text  # that answers the copies
+    of: tuple[Text, ...] = ()  # variants whose requests are copied; empty: all others
+    share: Share = 0.01  # of requests to copy, 0 to 1
+    tenants: tuple[Text, ...] = ()  # whose requests are copied; "-": requests without one; empty: all
+    judge: Literal["served", "shadow"] = "served"  # whose response is the reference; shadow: a double-check of quality
+    tokens_per_day: Count = 1_000_000  # tokens of copies per day (UTC); further copies are dropped
+    concurrent: Annotated[int, Meta(ge=1, le=64)] = 1  # copies at once
+    queue: Annotated[int, Meta(ge=1, le=4096)] = 32  # copies that wait; further ones are dropped
+    timeout_s: Seconds = 60.0  # seconds a copy may take
+
+
 class VariantHealthConfig(Section, frozen=True):
     """Health checks of a variant."""
 
@@ -112,5 +126,6 @@ class RoutingConfig(Section, frozen=True):
     cascades: dict[str, CascadeConfig] = field(default_factory=dict[str, CascadeConfig])
     chains: dict[str, ChainConfig] = field(default_factory=dict[str, ChainConfig])
     hedges: dict[str, HedgeConfig] = field(default_factory=dict[str, HedgeConfig])  # by variant
+    shadows: dict[str, ShadowConfig] = field(default_factory=dict[str, ShadowConfig])
     breaker: BreakerConfig = BreakerConfig()
     health: VariantHealthConfig = VariantHealthConfig()

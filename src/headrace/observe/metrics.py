@@ -123,6 +123,27 @@ semantic: Final = Counter(
 routes: Final = Counter(
     "headrace_routes", "Routing decisions, by stage and chosen variant.", ("stage", "chosen"), registry=registry
 )
+shadows: Final = Counter(
+    "headrace_shadow",
+    "Copies of requests for shadows: copied, exact (the same answer), failed, timeout, queue_full, budget.",
+    ("shadow", "outcome"),
+    registry=registry,
+)
+_SHARES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+shadow_similarity: Final = Histogram(
+    "headrace_shadow_similarity",
+    "Similarity of served answers and their shadows, 0 to 1.",
+    ("shadow",),
+    buckets=_SHARES,
+    registry=registry,
+)
+route_quality: Final = Histogram(
+    "headrace_route_quality",
+    "Agreement of served answers with a better variant's, 0 to 1, from double-checks.",
+    ("model", "route"),
+    buckets=_SHARES,
+    registry=registry,
+)
 breakers: Final = Counter(
     "headrace_breaker", "State changes of variants' circuit breakers.", ("model", "state"), registry=registry
 )

@@ -28,6 +28,7 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
+from headrace.lab.online.online_lab import OnlineLab
 from headrace.observe import computed_metrics, metrics
 
 
@@ -78,6 +79,14 @@ def assemble(
         # A front process forwards its requests, and the process that owns the state watches them.
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
     )
+
+
+def assemble_lab(config: Config, services: Services) -> OnlineLab:
+    """Build what proves itself on live traffic, and let it see the answers of these services."""
+    lab = OnlineLab.from_config(config, services)
+    services.answer_observers += lab.observers
+    services.loops += lab.loops
+    return lab
 
 
 def _objective_watch(

@@ -131,6 +131,8 @@ def _processes(config: Config) -> Iterator[Finding]:
         yield "cache.semantic.mode", f"{one}: each process would have a cache of its own"
     if config.server.address_requests_per_s is not None:
         yield "server.address_requests_per_s", f"{one}: each process would count for itself"
+    if config.routing.shadows:
+        yield "routing.shadows", f"{one}: each process would have bounds and sums of its own"
     for name, surface in config.surfaces.items():
         if surface.ladder.preset or surface.ladder.steps:
             yield key_path("surfaces", name, "ladder"), f"{one}: each process would see its own load only"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
-from headrace.server.admin import live_routes
+from headrace.server.admin import lab_routes, live_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     chat_completions,
@@ -31,7 +32,9 @@ class RouteSets(NamedTuple):
     internal: tuple[Route, ...]  # of `server.internal_port`; empty without one
 
 
-def all_routes(context: EndpointContext, durable: DurableState, administration: Administration) -> RouteSets:
+def all_routes(
+    context: EndpointContext, durable: DurableState, administration: Administration, lab: OnlineLab
+) -> RouteSets:
     """The order is that of the OpenAPI document."""
     served = (
         *chat_completions.routes(context),
@@ -45,6 +48,7 @@ def all_routes(context: EndpointContext, durable: DurableState, administration: 
         *request_endpoints.routes(context),
         *administration.routes(),
         *live_routes.routes(administration, context),
+        *lab_routes.routes(administration, lab),
         *file_endpoints.routes(context, durable.files),
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),

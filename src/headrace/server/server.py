@@ -107,7 +107,7 @@ class Server:
         from headrace.server.admin.admin_usage import LedgerUsage
         from headrace.server.admin.administration import Administration
         from headrace.server.app import App
-        from headrace.server.assemble import assemble
+        from headrace.server.assemble import assemble, assemble_lab
         from headrace.server.durable_state import DurableState
         from headrace.server.endpoint_context import EndpointContext
         from headrace.server.http.edge import ConnectionBounds, Edge
@@ -117,13 +117,14 @@ class Server:
         config = self.config
         self.database = Database(config.storage.path)
         self.services = services = assemble(config, self.fleet, self.database, os.environ)
+        lab = assemble_lab(config, services)
         ledger = services.ledger
         usage = LedgerUsage(ledger, currency=config.ledger.currency) if isinstance(ledger, Ledger) else None
         self.administration = Administration(config, services.accounts, usage)
         self.url = url_of(config, self.listening)
         self.context = EndpointContext(config, services)
         self.durable = DurableState(self.context, self.database)
-        routes = all_routes(self.context, self.durable, self.administration)
+        routes = all_routes(self.context, self.durable, self.administration, lab)
         bounds = ConnectionBounds.of(config.server)
         self.app = App(self.context, routes.public, host=config.server.host)
         self.edge = Edge(self.app, bounds)

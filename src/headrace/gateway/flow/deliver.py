@@ -122,6 +122,8 @@ def _inspect(state: FlowState, take: TakeDelta, delta: ChoiceDelta) -> bool:
         if isinstance(delta, RestartDelta):
             delivery.first_choice.clear()
         delivery.first_choice.append(delta)
+    if state.observed is not None:
+        state.observed.add(exchange, delta)
     if (shared := state.shared_generation) is not None:
         exchange.served = shared.exchange.served  # a fallback may have taken over
     if delta.tokens:

@@ -15,6 +15,7 @@ from headrace.gateway.degradation.ladder.levels import PressureSignals
 from headrace.gateway.degradation.ladder.pressure import WaitTicket
 from headrace.gateway.degradation.shaping.change_record import ShapingChange
 from headrace.gateway.degradation.shaping.sources import SelectedSources
+from headrace.gateway.flow.answer_observer import ObservedAnswer
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.shared_generation import SharedGeneration
 from headrace.gateway.limits.rate_limiter import Reservation
@@ -112,6 +113,7 @@ class FlowState(msgspec.Struct):
     lookups: Lookups = msgspec.field(default_factory=Lookups)
     answer: AnswerSource | None = None  # set by `recall` or `generate`
     own_generation: Answerer | None = None  # set by `generate`, unless it may be shared
+    observed: ObservedAnswer | None = None  # the answer, collected for observers
     wait: WaitTicket | None = None  # for the first token
     delivery: Delivery = msgspec.field(default_factory=Delivery)
     is_client_gone: bool = False

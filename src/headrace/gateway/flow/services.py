@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
+from headrace.gateway.flow.answer_observer import AnswerObserver
 from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.gateway.observation.objective_watch import ObjectiveWatch
@@ -41,6 +43,8 @@ class Services(msgspec.Struct, kw_only=True):
     background: BackgroundTasks
     observer: RequestObserver
     objective_watch: ObjectiveWatch | None = None
+    answer_observers: tuple[AnswerObserver, ...] = ()
+    loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
@@ -64,6 +68,8 @@ class Services(msgspec.Struct, kw_only=True):
             run(self.observer.exporter.run())
         if self.objective_watch is not None:
             run(self.objective_watch.run())
+        for loop in self.loops:
+            run(loop())
 
     async def close(self) -> None:
         """Call after the last request. Writes down what was used, within bounded time."""

@@ -10,6 +10,7 @@ from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.caches.exact.in_flight import AnswerFacts
 from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.flow.admit import ledger_entry
+from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.flow.flow_state import Ending, FlowState, Origin, Outcome
 from headrace.gateway.flow.shared_generation import is_by_plan
 from headrace.gateway.ledger.request_ledger import RequestLedger
@@ -43,7 +44,23 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
     if steps := state.degradation.record.steps:
         state.exchange.notes["degraded"] = list(steps)
     _note_route(state)
+    _finish_observed(state, outcome, error)
     state.exchange.timeline.enter("post")
+
+
+def _finish_observed(state: FlowState, outcome: Outcome, error: ApiError | None) -> None:
+    if (observed := state.observed) is not None:
+        observed.finish(
+            FinishedAnswer(
+                exchange=state.exchange,
+                requested=observed.requested,
+                plan=state.plan,
+                choices=observed.choices,
+                ended=outcome.label,
+                is_complete=outcome.ending is Ending.COMPLETE,
+                error=error,
+            )
+        )
 
 
 def _note_route(state: FlowState) -> None:

@@ -23,6 +23,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.shaping.change_record import header_value
 from headrace.gateway.flow.admit import admit
+from headrace.gateway.flow.answer_observer import ObservedAnswer
 from headrace.gateway.flow.degrade import degrade
 from headrace.gateway.flow.deliver import deliver
 from headrace.gateway.flow.flow_state import FlowState
@@ -63,8 +64,11 @@ class TextFlow:
         state = self._state
         timeline = self.exchange.timeline
         timeline.enter("route")
+        requested = self.exchange.text_request
         identify(state)
         _route(state)
+        if observers := state.services.answer_observers:
+            state.observed = ObservedAnswer.of(observers, self.exchange, state.plan, requested)
         degrade(state)
         timeline.enter("shape")
         await shape(state)
@@ -155,7 +159,7 @@ def _route(state: FlowState) -> None:
 
 def _needs_inspection(state: FlowState) -> bool:
     """True if a stage has to see every delta. Those of a cache hit are known, unless they may cite sources."""
-    if isinstance(state.answer, CacheHit) and state.shaping.sources is None:
+    if isinstance(state.answer, CacheHit) and state.shaping.sources is None and state.observed is None:
         return False
     admission, lookups = state.admission, state.lookups
     return (
@@ -165,4 +169,5 @@ def _needs_inspection(state: FlowState) -> bool:
         or state.wait is not None
         or state.shaping.sources is not None
         or lookups.semantic is not None
+        or state.observed is not None
     )

@@ -66,6 +66,13 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", variant, variants, here)
         if hedge.least_ms > hedge.most_ms:
             yield f"{here}.most_ms", f"expected at least least_ms, {hedge.least_ms:g}, found {hedge.most_ms:g}"
+    for name, shadow in config.shadows.items():
+        here = f"{where}.{key_path('shadows', name)}"
+        yield from _known("variant", shadow.variant, variants, f"{here}.variant")
+        for place, variant in enumerate(shadow.of):
+            yield from _known("variant", variant, variants, f"{here}.of[{place}]")
+        if shadow.of == (shadow.variant,):
+            yield f"{here}.of", "expected a variant other than `variant`"
     yield from config.breaker.check(f"{where}.breaker")
 
 

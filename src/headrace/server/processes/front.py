@@ -19,6 +19,7 @@ import structlog
 
 from headrace.gateway.database import Database
 from headrace.gateway.serving.fleet import Fleet
+from headrace.lab.online.online_lab import OnlineLab
 from headrace.observe import metrics
 from headrace.observe.logs import configure_log
 from headrace.server.admin.administration import Administration
@@ -133,7 +134,7 @@ class Front:
         context = self._context = EndpointContext(config, services)
         relay = MainProcessRelay(setup.relay)
         administration = Administration(config, services.accounts, None)
-        routes = all_routes(context, DurableState(context, database), administration).public
+        routes = all_routes(context, DurableState(context, database), administration, OnlineLab()).public
         app = App(context, tuple(_routed(each, relay) for each in routes), host=config.server.host)
         edge = Edge(app, ConnectionBounds.of(config.server))
         try:

@@ -1,0 +1,1 @@
+"""Proof on live traffic: shadows, canaries, double-checks and drift."""

@@ -1,0 +1,154 @@
+"""Shadows: a share of served requests is answered once more by another variant, and the differences are summed up.
+
+With `judge = "served"` the shadow is on trial. With `judge = "shadow"` it is a double-check: the shadow's variant is
+the better one, and how far served answers agree with it is the quality of the route that served them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from headrace.config.routing_section import ShadowConfig
+from headrace.gateway.accounts.access import allows_model
+from headrace.gateway.flow.answer_observer import FinishedAnswer
+from headrace.gateway.routing.router import RoutePlan
+from headrace.gateway.routing.splits import BUCKETS, bucket_of
+from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.fleet import ServedVariant
+from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
+from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
+from headrace.observe import metrics
+
+MOST_ROUTES: Final = 64  # of which a shadow keeps a summary
+OTHER: Final = "other"
+
+# Takes what a shadow compared: the shadow's name, what was served, and both answers.
+Judged = Callable[[str, FinishedAnswer, AnswerText, AnswerText, float], None]
+
+
+class Shadow:
+    """All of it belongs to one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ShadowConfig,
+        served: ServedVariant,
+        generate: Generate,
+        similarity: Similarity,
+        *,
+        judged: Judged | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`served`: the variant that answers the copies."""
+        self.name = name
+        self.config = config
+        self.total = DifferenceSummary()
+        self.by_route: OrderedDict[tuple[str, str], DifferenceSummary] = OrderedDict()  # by served variant and route
+        self.outcomes: Counter[str] = Counter()
+        self._served = served
+        self._similarity = similarity
+        self._judged = judged
+        self._variants = frozenset(config.of)
+        self._tenants = frozenset(config.tenants)
+        self._limit = round(config.share * BUCKETS)
+        bounds = CopyBounds(
+            concurrent=config.concurrent,
+            queue=config.queue,
+            tokens_per_day=config.tokens_per_day,
+            timeout_s=config.timeout_s,
+        )
+        self.copies = BackgroundCopies(bounds, generate, count=self._count, wall=wall)
+
+    def wants(self, exchange: Exchange, plan: RoutePlan) -> bool:
+        variant = self._served.name
+        if exchange.surface == SURFACE or variant in (plan.variant, plan.small):
+            return False
+        if self._variants and plan.variant not in self._variants and plan.small not in self._variants:
+            return False
+        if self._tenants and (exchange.caller.tenant or "-") not in self._tenants:
+            return False
+        return bucket_of(self.name, exchange.id.encode()) < self._limit and allows_model(exchange.caller, variant)
+
+    def take(self, finished: FinishedAnswer) -> None:
+        exchange = finished.exchange
+        if not (finished.is_complete and finished.is_generated):
+            return
+        if self._variants and exchange.served.name not in self._variants:
+            return  # a fallback or a cascade's other model has answered
+        if exchange.served.name == self._served.name or (copy := Copy.of(exchange)) is None:
+            return
+        answer = served_text(exchange, list(finished.choices))
+        self.copies.submit(partial(self._compare, copy, finished, answer))
+
+    async def _compare(self, copy: Copy, finished: FinishedAnswer, served: AnswerText) -> None:
+        _, shadow = await self.copies.answer(copy, self._served)
+        similarity = self._similarity(served.text, shadow.text)
+        self.total.add(served, shadow, similarity)
+        exchange = finished.exchange
+        variant, route = exchange.served.name, exchange.route
+        self._summary(variant, route).add(served, shadow, similarity)
+        if served.text == shadow.text:
+            self._count("exact")
+        metrics.of(metrics.shadow_similarity, self.name).observe(similarity)
+        if self.config.judge == "shadow":
+            metrics.of(metrics.route_quality, variant, route).observe(similarity)
+        if self._judged is not None:
+            self._judged(self.name, finished, served, shadow, similarity)
+
+    def _summary(self, variant: str, route: str) -> DifferenceSummary:
+        key = (variant, route)
+        if key not in self.by_route and len(self.by_route) >= MOST_ROUTES:
+            key = (OTHER, OTHER)
+        return self.by_route.setdefault(key, DifferenceSummary())
+
+    def _count(self, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        metrics.of(metrics.shadows, self.name, outcome).inc()
+
+    def as_json(self) -> dict[str, Any]:
+        config, copies = self.config, self.copies
+        return {
+            "object": "shadow",
+            "name": self.name,
+            "variant": self._served.name,
+            "of": list(config.of),
+            "share": config.share,
+            "judge": config.judge,
+            "waiting": copies.waiting,
+            "tokens_today": copies.tokens_today,
+            "tokens_per_day": config.tokens_per_day,
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "differences": self.total.as_json(),
+            "routes": [
+                {"variant": variant, "route": route, **summary.as_json()}
+                for (variant, route), summary in self.by_route.items()
+            ],
+        }
+
+
+class RouteQuality(msgspec.Struct, frozen=True):
+    """How far a route's answers agree with those of a better variant."""
+
+    variant: str
+    route: str
+    judge: str  # the better variant
+    summary: DifferenceSummary
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.summary.as_json()
+        return {
+            "variant": self.variant,
+            "route": self.route,
+            "judge": self.judge,
+            "compared": found["compared"],
+            "quality": found["similarity"],
+            "quality_error": found["similarity_error"],
+            "exact_share": found["exact_share"],
+        }

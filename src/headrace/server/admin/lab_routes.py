@@ -1,0 +1,43 @@
+"""What an administrator sees of the lab: shadows, and the quality of routes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from headrace.gateway.api_errors import ApiError
+from headrace.lab.online.online_lab import OnlineLab
+from headrace.server.admin import admin_tables as tables
+from headrace.server.admin.administration import Administration
+from headrace.server.http.api_call import ApiCall
+from headrace.server.http.route_table import Route
+
+
+def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
+    async def shadows(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        return {"object": "list", "data": [shadow.as_json() for shadow in lab.shadows.values()]}
+
+    async def shadow(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        name = call.params["shadow"]
+        if (found := lab.shadows.get(name)) is None:
+            known = ", ".join(sorted(lab.shadows)) or "none"
+            raise ApiError(
+                f"Unknown shadow '{name[:64]}'. Configured shadows: {known}.",
+                kind="not_found_error",
+                parameter="shadow",
+                code="shadow_not_found",
+            )
+        return found.as_json()
+
+    async def quality(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
+
+    route = functools.partial(administration.route, open_here=True)
+    return (
+        route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
+        route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
+        route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
+    )
