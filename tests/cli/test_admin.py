@@ -376,7 +376,7 @@ async def test_what_is_no_admin_api_is_said(terminal: Terminal) -> None:
     async with server:
         terminal.url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         done = await terminal("epoch")
-        assert (done.code, done.error) == (FAILED, f"headrace: {terminal.url}: not a Headrace admin API")
+        assert (done.code, done.error) == (FAILED, f"headrace: {terminal.url}: not a Headrace server")
 
 
 def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from headrace.config import (
     LimitSet,
     ModelConfig,
     ObserveConfig,
+    PinConfig,
     PriceConfig,
     RoutingConfig,
     SemanticConfig,
@@ -51,6 +52,7 @@ ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "Top level": Config,
     "`[models.NAME]`": ModelConfig,
+    "`[[models.NAME.pins]]`": PinConfig,
     "`[models.NAME.options]`": Variant,
     "`[models.NAME.upstream]`": UpstreamConfig,
     "`[models.NAME.upstream.timeouts]`": upstreams.UpstreamTimeouts,

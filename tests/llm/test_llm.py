@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from headrace.engine.executors.runner import embed, greedy, logits
 from headrace.engine.grammar.constraints import Grammar
 from headrace.engine.interface.request import FinishReason
 from headrace.errors import RequestError
+from headrace.llm.prompting import prefix_tokens
 
 OPTIONS: dict[str, Any] = {"weights": "int8", "context": 256, "threads": 2, "cache": False, "checks": True}
 CHAT = [{"role": "user", "content": "Where does the water run?"}]
@@ -181,3 +184,60 @@ def test_the_same_from_processes_of_their_own(tiny_folder: Path, llm: LLM) -> No
                 await remote.generate([[10**6]])
 
     asyncio.run(asyncio.wait_for(ask(), 60.0))
+
+
+SYSTEM = "You answer questions about rivers. Say only what you know, and say it in one short sentence. " * 2
+
+
+def test_a_pinned_system_message_is_computed_before_the_first_chat(tiny_folder: Path) -> None:
+    chat = [{"role": "system", "content": SYSTEM}, *CHAT]
+    with LLM(str(tiny_folder), **OPTIONS) as llm:
+        kept = llm.pin(system=SYSTEM)
+        assert kept % 16 == 0
+        assert kept > 32
+        (found,) = llm.chat(chat, max_tokens=4)
+        assert found.completions[0].usage.cached_tokens >= kept
+        assert llm.stats()["blocks"].pinned == kept // 16
+        llm.unpin(system=SYSTEM)
+        assert llm.stats()["blocks"].pinned == 0
+        with pytest.raises(RequestError, match="not pinned"):
+            llm.unpin(system=SYSTEM)
+        assert llm.pin(llm.tokenizer.encode("The water ran and ran. " * 9)) > 32
+        with pytest.raises(RequestError, match="either a prefix or a system message"):
+            llm.pin("a", system="b")
+        with pytest.raises(RequestError, match="fills no block"):
+            llm.pin("a")
+
+
+def test_the_tokens_of_a_pin_are_those_of_every_prompt_that_begins_with_it(llm: LLM) -> None:
+    encode = llm.tokenizer.encode
+    for text in ("The water ran", "The water ran ", "and 4", ""):
+        tokens = prefix_tokens(llm.tokenizer, text=text)
+        for more in (" on", "ning", "2", "\n", ""):
+            assert tuple(encode(text + more)[: len(tokens)]) == tokens, (text, more)
+    tokens = prefix_tokens(llm.tokenizer, system=SYSTEM)
+    for user in ("Hello", "", "17 and 4?"):
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+        prompt = encode(llm.tokenizer.apply_template(chat), add_special_tokens=False)
+        assert tuple(prompt[: len(tokens)]) == tokens
+
+
+def test_workers_keep_a_pin_over_a_crash(tiny_folder: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(str(tiny_folder), **OPTIONS) as llm:
+            kept = await llm.pin(system=SYSTEM)
+            (before,) = llm.supervisor.pids
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            while llm.supervisor.pids == [before] or await pinned(llm) != [kept // 16]:
+                await asyncio.sleep(0.01)
+            chat = [{"role": "system", "content": SYSTEM}, *CHAT]
+            (found,) = await llm.chat(chat, max_tokens=4)
+            assert found.completions[0].usage.cached_tokens >= kept
+            await llm.unpin(system=SYSTEM)
+            assert await pinned(llm) == [0]
+
+    async def pinned(llm: AsyncLLM) -> list[int]:
+        return [stats["blocks"]["pinned"] for stats in await llm.client.stats()]
+
+    asyncio.run(asyncio.wait_for(run(), 120.0))

@@ -13,13 +13,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from headrace.cli.admin_client import path_segment, printable, request, request_json
+from headrace.cli import admin_pins
+from headrace.cli.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
 from headrace.cli.admin_output import print_budgets, print_json, print_list, print_one, print_usage
 from headrace.errors import HeadraceError, RequestError
 
@@ -30,33 +30,15 @@ _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class AdminTarget:
-    """The server to ask and the output format.
-
-    Parameters
-    ----------
-    url
-        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL, else
-        http://localhost:8000.
-    json
-        Print the response as JSON.
-    """
-
-    url: Annotated[str, Parameter(env_var="HEADRACE_ADMIN_URL")] = "http://localhost:8000"
-    json: Annotated[bool, Parameter(negative=())] = False
-
-
-DEFAULT_TARGET: Final = AdminTarget()
 Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 
 admin = App(
     name="admin",
-    help="Manage tenants, keys, fast mode, caches, usage and the audit log of a running server.",
+    help="Manage tenants, keys, fast mode, caches, pins, usage and the audit log of a running server.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
+admin_pins.add_commands(admin)
 
 
 # Arguments

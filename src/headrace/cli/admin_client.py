@@ -1,4 +1,4 @@
-"""Sends one request to a server's admin API, over HTTP or its Unix socket.
+"""Names the server of `headrace admin`, and sends one request to its admin API, over HTTP or its Unix socket.
 
 Raises HeadraceError if the server rejects the request and ConnectionError if it cannot be reached or fails. The key is
 read from HEADRACE_ADMIN_KEY and never from a flag, because other users of the machine can see flags.
@@ -11,14 +11,38 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 from urllib.parse import quote, urlencode, urlsplit
+
+from cyclopts import Parameter
 
 from headrace.errors import HeadraceError, RequestError
 
 _TIMEOUT_S: Final = 60.0
 _RESPONSE_BYTES: Final = 64 * 1024 * 1024  # 64 MiB, longest response; usage exports are no longer
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AdminTarget:
+    """The server to ask and the output format.
+
+    Parameters
+    ----------
+    url
+        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL, else
+        http://localhost:8000.
+    json
+        Print the response as JSON.
+    """
+
+    url: Annotated[str, Parameter(env_var="HEADRACE_ADMIN_URL")] = "http://localhost:8000"
+    json: Annotated[bool, Parameter(negative=())] = False
+
+
+DEFAULT_TARGET: Final = AdminTarget()
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -19,6 +19,7 @@ from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, S
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
+from headrace.config.pin_section import PinConfig
 from headrace.config.routing_section import RoutingConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
 from headrace.config.slo_section import SloConfig
@@ -66,6 +67,7 @@ __all__ = [
     "ModelConfig",
     "ObserveConfig",
     "Options",
+    "PinConfig",
     "Port",
     "PriceConfig",
     "ProfilesConfig",
@@ -145,6 +147,7 @@ class ModelConfig(Section, frozen=True):
     # Whether the text of a completion may hold control tokens. The text of messages, tools and sources never may.
     special_tokens: Literal["none", "completions"] = "none"
     limits: LimitSet = LimitSet()  # on all requests to this model together
+    pins: tuple[PinConfig, ...] = ()  # prompts that its engines compute at the start and keep
     upstream: UpstreamConfig | None = None  # a server that answers instead of an engine
     # More upstreams, named MODEL@NAME
     upstreams: dict[str, UpstreamConfig] = msgspec.field(default_factory=dict[str, UpstreamConfig])

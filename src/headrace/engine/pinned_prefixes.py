@@ -57,6 +57,8 @@ class PinnedPrefixes:
         """Keep a prefix and compute what is missing of it. `on_done` is called with None when that is done, else with
         the reason."""
         blocks = self._engine.blocks
+        if not blocks.reuses:
+            raise RequestError("This variant reuses no prefixes, so it cannot pin one.", parameter="pin")
         if public:
             blocks.declare_public(tokens)
         computed = blocks.pin(tokens, salt)

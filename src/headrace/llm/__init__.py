@@ -166,6 +166,32 @@ class LLM:
         requests = self._asking.rank(query, documents, instruction=instruction, truncate=truncate)
         return self._asking.scores(answer for (answer,) in self._run(requests))
 
+    def pin(self, prefix: Prompt | None = None, *, system: str | None = None) -> int:
+        """Compute the beginning of prompts and keep it in memory. Return the number of tokens kept: whole blocks of 16.
+
+        `prefix` is a text or token ids, `system` the system message of chats. With `saved_prefixes` it is kept over
+        restarts.
+        """
+        tokens = self._asking.prefix(prefix, system)
+        reasons: list[str | None] = []
+        with self._take_turn():
+            self._check_open()
+            with held_interrupts():
+                self._opened.pins.pin(tokens, "", reasons.append)
+            while not reasons:
+                for output in self._run_step(self._engine.step):
+                    self._opened.pins.takes(output)
+        if reasons[0] is not None:
+            raise RequestError(reasons[0], parameter="prefix")
+        return len(tokens) // self._engine.blocks.block_tokens * self._engine.blocks.block_tokens
+
+    def unpin(self, prefix: Prompt | None = None, *, system: str | None = None) -> None:
+        """Stop keeping what `pin` kept. RequestError if it is not pinned."""
+        tokens = self._asking.prefix(prefix, system)
+        with self._take_turn(), held_interrupts():
+            self._check_open()
+            self._opened.pins.unpin(tokens, "")
+
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
 
@@ -359,6 +385,17 @@ class AsyncLLM:
     ) -> list[float]:
         requests = self._asking.rank(query, documents, instruction=instruction, truncate=truncate)
         return self._asking.scores(answer for (answer,) in await self._answers(requests))
+
+    async def pin(self, prefix: Prompt | None = None, *, system: str | None = None) -> int:
+        """As LLM.pin, in every worker. A worker that is restarted computes the prefix again."""
+        tokens = self._asking.prefix(prefix, system)
+        await self.client.pin(tokens)
+        block_tokens = (await self.client.ready()).block_tokens
+        return len(tokens) // block_tokens * block_tokens
+
+    async def unpin(self, prefix: Prompt | None = None, *, system: str | None = None) -> None:
+        """Stop keeping what `pin` kept. RequestError if it is not pinned."""
+        await self.client.pin(self._asking.prefix(prefix, system), keep=False)
 
     async def _generations(self, requests: list[GenerationRequest]) -> list[Generation]:
         answers = await self._answers(requests)

@@ -6,7 +6,7 @@ Does not run anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -29,6 +29,7 @@ Message = Mapping[str, Any]
 
 _NO_PROMPTS: Final = Prompts()
 DEFAULT_TOKENS: Final = 256
+_CONTINUATIONS: Final = ("", " a", "ning", "7", "\n", ".")
 BULK: Final = "batch"  # the surface of work that no user watches
 _SAMPLING: Final = frozenset(SamplingParams.__struct_fields__)
 
@@ -118,6 +119,14 @@ class RequestFactory:
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def prefix(self, prefix: Prompt | None, system: str | None) -> tuple[int, ...]:
+        """Return the tokens of a prefix to pin: a text, token ids, or a system message."""
+        if (prefix is None) == (system is None):
+            raise RequestError("Pass either a prefix or a system message.", parameter="prefix")
+        if prefix is None or isinstance(prefix, str):
+            return prefix_tokens(self.tokenizer, system=system, text=prefix or "")
+        return tuple(prefix)
 
     def generations(self, prompts: Prompt | Iterable[Prompt], params: LocalParams) -> list[GenerationRequest]:
         return self._requests([self.tokens(prompt) for prompt in as_prompts(prompts)], params)
@@ -213,6 +222,27 @@ class RequestFactory:
 
     def _id(self) -> str:
         return f"local.{next(RequestFactory._numbers)}"
+
+
+def prefix_tokens(
+    tokenizer: Tokenizer, *, system: str | None = None, text: str = "", as_prompt: Callable[[str], str] = str
+) -> tuple[int, ...]:
+    """Return the tokens that every prompt with this beginning has: every chat with the system message, or every text
+    that begins with `text`. `as_prompt` marks a text as the prompts of completions are.
+
+    The tokens at the end of a text depend on what follows, so they are those that several continuations share.
+    """
+    if system is None:
+        prompts = [tokenizer.encode(as_prompt(text + more)) for more in _CONTINUATIONS]
+    else:
+        chats = [[{"role": "system", "content": system}, {"role": "user", "content": user}] for user in ("a", "7?")]
+        prompts = [tokenizer.encode(tokenizer.apply_template(chat), add_special_tokens=False) for chat in chats]
+    shared = 0
+    for tokens in zip(*prompts, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        shared += 1
+    return tuple(prompts[0][:shared])
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.config import Config
+from headrace.config import Config, names_of
 from headrace.config.environment import required_secret
 from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.account_store import AccountStore
 from headrace.gateway.accounts.admin_operations import Actor
+from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
@@ -28,6 +29,7 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.pinned_prompts import PinnedPrompts
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.observe import computed_metrics, metrics
 
@@ -78,6 +80,7 @@ def assemble(
         observer=observer,
         # A front process forwards its requests, and the process that owns the state watches them.
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
+        pins=None if shared is not None else _pins(config, fleet, accounts),
     )
 
 
@@ -87,6 +90,11 @@ def assemble_lab(config: Config, services: Services) -> OnlineLab:
     services.answer_observers += lab.observers
     services.loops += lab.loops
     return lab
+
+
+def _pins(config: Config, fleet: Fleet, accounts: AccountServices) -> PinOperations:
+    prompts = PinnedPrompts(fleet, config.models, start_s=config.server.worker_s)
+    return PinOperations(accounts.shared, accounts.directory, prompts, served=names_of(config))
 
 
 def _objective_watch(

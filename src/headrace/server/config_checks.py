@@ -24,6 +24,7 @@ from headrace.config import (
     variants_of,
 )
 from headrace.config.loader import ConfigCheck, read_config
+from headrace.config.pin_section import check_pins
 from headrace.config.toml_text import HIDDEN, key_path, quoted
 from headrace.config.upstream_section import check_upstream
 from headrace.config.value_types import Finding
@@ -192,7 +193,14 @@ def _models(config: Config) -> Iterator[Finding]:
             else:
                 taken[alias] = f"an alias of {quoted(name)}"
         yield from _surface(model.surface, f"{where}.surface")
+        yield from _pins(name, model, f"{where}.pins")
         yield from _variants(name, model, where)
+
+
+def _pins(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:
+    yield from check_pins(model.pins, where)
+    if model.pins and model.upstream is not None and not model.variants:
+        yield where, f"no engine of Headrace serves {quoted(name)}, so it cannot pin prompts"
 
 
 def _variants(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:

@@ -35,6 +35,10 @@ def _models(config: Config) -> Iterator[Finding]:
     pull = config.server.pull
     for name, model in config.models.items():
         opened: dict[str, ModelFolder | None] = {}  # by path, so that each model is reported once
+        for place, pin in enumerate(model.pins):
+            if pin.file is not None and not os.access(pin.file, os.R_OK):
+                key = "system_file" if pin.system_file is not None else "text_file"
+                yield f"{key_path('models', name)}.pins[{place}].{key}", f"{quoted(str(pin.file))} cannot be read"
         try:
             variants = variants_of(name, model, {})
         except RequestError:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
-from headrace.server.admin import lab_routes, live_routes
+from headrace.server.admin import lab_routes, live_routes, pin_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     chat_completions,
@@ -47,6 +47,7 @@ def all_routes(
         *status_endpoints.routes(context),
         *request_endpoints.routes(context),
         *administration.routes(),
+        *pin_routes.routes(administration, context),
         *live_routes.routes(administration, context),
         *lab_routes.routes(administration, lab),
         *file_endpoints.routes(context, durable.files),

@@ -522,8 +522,54 @@ async def test_many_requests_are_answered_in_their_order(tmp_path: Path) -> None
 @asynchronous
 async def test_a_question_to_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     async with one_of(tmp_path / "s") as (worker, client):
-        task = asyncio.create_task(client.pin([1] * 16))
+        pinning = asyncio.create_task(client.pin([1] * 16))
+        pin = await worker.received.get()
+        assert isinstance(pin, wire.Pin)
+        worker.say(wire.Pinned(pin.number))
+        await pinning
+        task = asyncio.create_task(client.pin([1] * 16, keep=False))
         assert isinstance(await worker.received.get(), wire.Pin)
         worker.hang_up()
         with pytest.raises(HeadraceError, match="did not answer"):
             await task
+
+
+@asynchronous
+async def test_a_worker_that_comes_back_gets_the_pins_again_before_any_request(tmp_path: Path) -> None:
+    async with one_of(tmp_path / "s") as (worker, client):
+        pinning = asyncio.create_task(client.pin([1] * 16, "red", public=True))
+        assert isinstance(await worker.received.get(), wire.Pin)
+        worker.hang_up()  # before it is done: its successor computes it
+        await pinning
+        again = await worker.received.get()
+        assert isinstance(again, wire.Pin)
+        assert (again.tokens, again.salt, again.public, again.keep) == ((1,) * 16, "red", True, True)
+        unpinning = asyncio.create_task(client.pin([1] * 16, "red", keep=False))
+        ended = await worker.received.get()
+        assert isinstance(ended, wire.Pin)
+        assert not ended.keep
+        worker.say(wire.Pinned(ended.number))
+        await unpinning
+        worker.hang_up()
+        await client.ready()
+        stream = client.stream(request("a"))
+        assert (await worker.submitted()).request.prompt == PROMPT  # and no pin before it
+        stream.cancel()
+
+
+@asynchronous
+async def test_a_pin_that_one_worker_rejects_is_kept_by_none(tmp_path: Path) -> None:
+    async with two(tmp_path) as (first, second, client):
+        pinning = asyncio.create_task(client.pin([1] * 16))
+        accepted, rejected = await first.received.get(), await second.received.get()
+        assert isinstance(accepted, wire.Pin)
+        assert isinstance(rejected, wire.Pin)
+        first.say(wire.Pinned(accepted.number))
+        second.say(wire.Pinned(rejected.number, "no room"))
+        with pytest.raises(RequestError, match="no room"):
+            await pinning
+        undone = await first.received.get()
+        assert isinstance(undone, wire.Pin)
+        assert not undone.keep
+        with pytest.raises(RequestError, match="not pinned"):
+            await client.pin([1] * 16, keep=False)

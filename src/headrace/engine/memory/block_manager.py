@@ -122,6 +122,11 @@ class BlockManager:
         self._salts: dict[str, SaltStats] = {}
 
     @property
+    def reuses(self) -> bool:
+        """Whether released blocks can be found again."""
+        return self._reuse
+
+    @property
     def available(self) -> int:
         """Blocks that can be taken now."""
         return len(self._free) + len(self._idle)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -31,6 +32,8 @@ from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, prefix_keys
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.errors import HeadraceError, RequestError
+
+log = logging.getLogger(__name__)
 
 # workers that a request may lose without a new token; after that, the request itself is suspect
 MOST_ATTEMPTS: Final = 5
@@ -111,6 +114,7 @@ class EngineClient:
         self._wrong: HeadraceError | None = None
         self._streams: dict[OutputStream, set[Submission]] = {}  # open ones, with their submissions
         self._variant: tuple[str, str] | None = None
+        self._pins: dict[tuple[str, tuple[int, ...]], bool] = {}  # (salt, tokens) -> public
         self._closing = False
 
     # Lifecycle
@@ -209,14 +213,46 @@ class EngineClient:
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
     async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
-        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`)."""
+        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`).
 
+        Returns when every connected replica has computed it. A replica that connects later, such as one that was
+        restarted, computes it then. RequestError if a replica rejects it; then none keeps it.
+        """
+        key = salt, tuple(tokens)
+        if keep:
+            self._pins[key] = public
+        elif self._pins.pop(key, None) is None:
+            raise RequestError("This prefix is not pinned.", parameter="pin")
+        try:
+            await self._pin_connected(key, public=public, keep=keep)
+        except RequestError:
+            if keep and self._pins.pop(key, None) is not None:
+                for replica in self._replicas:
+                    if replica.connection is not None:
+                        replica.connection.send(self._pin_message(next(self._numbers), key, keep=False))
+            raise
+
+    async def _pin_connected(self, key: tuple[str, tuple[int, ...]], *, public: bool, keep: bool) -> None:
         def message(number: int) -> wire.Pin:
-            return wire.Pin(number=number, tokens=tuple(tokens), salt=salt, public=public, keep=keep)
+            return self._pin_message(number, key, public=public, keep=keep)
 
-        for reply in await asyncio.gather(*(self._ask(replica, message) for replica in self._replicas)):
-            if reply.reason is not None:
+        connected = [replica for replica in self._replicas if replica.connection is not None]
+        replies = await asyncio.gather(
+            *(self._ask(replica, message, patient=keep) for replica in connected), return_exceptions=True
+        )
+        for reply in replies:
+            if isinstance(reply, WorkerLostError) and self._pins.get(key) is not None:
+                continue  # the worker that replaces it computes the prefix
+            if isinstance(reply, BaseException):
+                raise reply
+            if reply.reason is not None and keep:
                 raise RequestError(reply.reason, parameter="pin")
+
+    def _pin_message(
+        self, number: int, key: tuple[str, tuple[int, ...]], *, public: bool = False, keep: bool = True
+    ) -> wire.Pin:
+        salt, tokens = key
+        return wire.Pin(number=number, tokens=tokens, salt=salt, public=public, keep=keep)
 
     def drain(self) -> None:
         """Ask every worker to finish its requests, take no new ones, and exit."""
@@ -232,7 +268,10 @@ class EngineClient:
             self._forget(submission)
         self._streams.pop(stream, None)
 
-    async def _ask(self, replica: _Replica, message: Callable[[int], wire.ClientMessage]) -> Any:
+    async def _ask(
+        self, replica: _Replica, message: Callable[[int], wire.ClientMessage], *, patient: bool = False
+    ) -> Any:
+        """Send a message and return the reply. `patient`: the reply may take as long as the worker lives."""
         if replica.connection is None:
             raise WorkerLostError(f"The worker at {replica.path} is not connected.")
         number = next(self._numbers)
@@ -240,7 +279,8 @@ class EngineClient:
         replica.connection.send(message(number))
         lost = replica.connection.closed
         try:
-            await asyncio.wait({reply, lost}, timeout=self._waits.patience, return_when=asyncio.FIRST_COMPLETED)
+            timeout = None if patient else self._waits.patience
+            await asyncio.wait({reply, lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
                 raise WorkerLostError(f"The worker at {replica.path} did not answer within {self._waits.patience:g} s.")
             return reply.result()
@@ -378,6 +418,8 @@ class EngineClient:
                 reply = self._replies.get(message.number)
                 if reply is not None and not reply.done():
                     reply.set_result(message)
+                elif isinstance(message, wire.Pinned) and message.reason is not None:
+                    log.warning("the worker at %s did not pin a prefix: %s", replica.path, message.reason)
             case wire.Bye(reason):
                 self._wrong = wire.WireError(f"The worker at {replica.path} closed the connection: {reason}")
 
@@ -481,6 +523,8 @@ class EngineClient:
         else:
             self._wrong = None
             replica.connection, replica.welcome, replica.draining = connection, welcome, welcome.draining
+            for key, public in self._pins.items():
+                connection.send(self._pin_message(next(self._numbers), key, public=public))
             waiting, self._waiting = self._waiting, []
             for submission in waiting:
                 self._dispatch(submission)

@@ -1,4 +1,4 @@
-"""Records that the admin API creates: tenants, keys, fast mode and cache invalidations, and their JSON.
+"""Records that the admin API creates: tenants, keys, fast mode, cache invalidations and pins, and their JSON.
 
 The store keeps each record as an opaque string with a version. A key record contains the digest of its secret, never
 the secret; API responses contain neither.
@@ -13,13 +13,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from headrace.config.pin_section import PinConfig
 from headrace.config.tenant_section import Rights, TenantConfig
 from headrace.gateway.accounts.account_rules import section_json as shown_section
 from headrace.gateway.limits.limit_scopes import LimitSet
 
 log: Final = logging.getLogger(__name__)
 
-RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark"]
+RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin"]
 
 
 class KeyScope(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,13 +85,22 @@ class MarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: int
 
 
-RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord
+class PinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt that the engines of every gateway keep computed."""
+
+    model: str  # or a variant
+    pin: PinConfig
+    created: int
+
+
+RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord | PinRecord
 RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "tenant": TenantRecord,
     "key": KeyRecord,
     "fast": FastRecord,
     "invalidation": InvalidationRecord,
     "mark": MarkRecord,
+    "pin": PinRecord,
 }
 KEYS_MARK: Final = "keys"
 ALL_TENANTS: Final = "*"  # id of the fast record for all tenants; not a valid tenant name

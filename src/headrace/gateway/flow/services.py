@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.config.shaping_section import ProfileConfig, ShapingConfig
 from headrace.gateway.accounts.account_services import AccountServices
+from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_policies import LimitScopes
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.cache_maintenance import sweep_forever
@@ -45,6 +46,7 @@ class Services(msgspec.Struct, kw_only=True):
     objective_watch: ObjectiveWatch | None = None
     answer_observers: tuple[AnswerObserver, ...] = ()
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
+    pins: PinOperations | None = None  # None: another process pins prompts
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
@@ -58,6 +60,9 @@ class Services(msgspec.Struct, kw_only=True):
         if self.ledger is not None:
             await self.ledger.open()
         run = self.background.run_until_close
+        if self.pins is not None:
+            await self.pins.prompts.start()
+            run(self.pins.prompts.run())
         if self.ladder.is_used:
             served = self.fleet.served.items()
             run(poll_statistics(self.pressure, {name: each.engine for name, each in served if each.upstream is None}))

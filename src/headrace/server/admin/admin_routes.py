@@ -144,7 +144,7 @@ class AdminRoutes:
             raise ApiError("This API key may only read the admin API.", kind="permission_error", code="admin_read_only")
         return caller
 
-    async def _given(self, call: ApiCall, table: ParameterTable, *, empty: bool = False) -> dict[str, Any]:
+    async def given(self, call: ApiCall, table: ParameterTable, *, empty: bool = False) -> dict[str, Any]:
         """Read and convert the body. `empty`: the body may be missing."""
         body = await call.body(self._config.body_bytes, _BODY_S)
         if holds_secret(body.decode("latin-1")):
@@ -154,7 +154,7 @@ class AdminRoutes:
             raise invalid_request("The body contains invalid Unicode.", code="invalid_value")
         return parse_parameters(values, table)
 
-    def _who(self, call: ApiCall) -> Actor:
+    def who(self, call: ApiCall) -> Actor:
         return Actor(call.caller.key, hidden(call.id))
 
     # State
@@ -180,23 +180,23 @@ class AdminRoutes:
         return _listed(page, "name")
 
     async def _create_tenant(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.TENANT)
+        given = await self.given(call, tables.TENANT)
         settings = tables.new_settings(given)
-        return await self._operations.create_tenant(self._who(call), given["name"], settings)
+        return await self._operations.create_tenant(self.who(call), given["name"], settings)
 
     async def _tenant(self, call: ApiCall) -> dict[str, Any]:
         return self._operations.tenant(call.params["tenant"])
 
     async def _change_tenant(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.TENANT_CHANGE)
+        given = await self.given(call, tables.TENANT_CHANGE)
 
         def change(before: TenantConfig) -> TenantConfig:
             return tables.changed_settings(before, given)
 
-        return await self._operations.change_tenant(self._who(call), call.params["tenant"], change)
+        return await self._operations.change_tenant(self.who(call), call.params["tenant"], change)
 
     async def _delete_tenant(self, call: ApiCall) -> dict[str, Any]:
-        return await self._operations.delete_tenant(self._who(call), call.params["tenant"])
+        return await self._operations.delete_tenant(self.who(call), call.params["tenant"])
 
     async def _limits(self, call: ApiCall) -> dict[str, Any]:
         return self._part(call.params["tenant"], tables.LIMITS)
@@ -215,13 +215,13 @@ class AdminRoutes:
         return await self._set_part(call, tables.BUDGETS, "budgets")
 
     async def _set_part(self, call: ApiCall, table: ParameterTable, what: str) -> dict[str, Any]:
-        given = await self._given(call, table)
+        given = await self.given(call, table)
         tenant = call.params["tenant"]
 
         def change(before: TenantConfig) -> TenantConfig:
             return tables.changed_settings(before, {**given, "unset": tuple(table)})
 
-        await self._operations.change_tenant(self._who(call), tenant, change, f"tenant.{what}")
+        await self._operations.change_tenant(self.who(call), tenant, change, f"tenant.{what}")
         return self._part(tenant, table)
 
     # Keys
@@ -234,7 +234,7 @@ class AdminRoutes:
         return _listed(page, "id")
 
     async def _create_key(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.KEY)
+        given = await self.given(call, tables.KEY)
         if "expires_at" in given and "expires_in_s" in given:
             raise invalid_request("Set either 'expires_at' or 'expires_in_s', not both.", "expires_in_s")
         expires = given.get("expires_at")
@@ -249,17 +249,17 @@ class AdminRoutes:
             limits=given.get("limits", LimitSet()),
             expires=expires,
         )
-        return await self._operations.create_key(self._who(call), new)
+        return await self._operations.create_key(self.who(call), new)
 
     async def _key(self, call: ApiCall) -> dict[str, Any]:
         return await self._operations.key(call.params["key"])
 
     async def _rotate_key(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.ROTATE, empty=True)
-        return await self._operations.rotate_key(self._who(call), call.params["key"], given.get("overlap_s", _DAY))
+        given = await self.given(call, tables.ROTATE, empty=True)
+        return await self._operations.rotate_key(self.who(call), call.params["key"], given.get("overlap_s", _DAY))
 
     async def _revoke_key(self, call: ApiCall) -> dict[str, Any]:
-        return await self._operations.revoke_key(self._who(call), call.params["key"])
+        return await self._operations.revoke_key(self.who(call), call.params["key"])
 
     # Usage and caches
 
@@ -310,9 +310,9 @@ class AdminRoutes:
         return self._usage
 
     async def _invalidate(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.INVALIDATE)
+        given = await self.given(call, tables.INVALIDATE)
         return await self._operations.invalidate(
-            self._who(call),
+            self.who(call),
             tags=given.get("tags", ()),
             events=given.get("events", ()),
             tenant=given.get("tenant"),
@@ -326,9 +326,9 @@ class AdminRoutes:
         return {"object": "list", "data": self._operations.fast()}
 
     async def _set_fast(self, call: ApiCall) -> dict[str, Any]:
-        given = await self._given(call, tables.FAST)
+        given = await self.given(call, tables.FAST)
         return await self._operations.set_fast(
-            self._who(call),
+            self.who(call),
             call.params.get("tenant"),
             on=given.get("on", True),
             ttl_s=given["ttl_s"],
@@ -336,7 +336,7 @@ class AdminRoutes:
         )
 
     async def _clear_fast(self, call: ApiCall) -> dict[str, Any]:
-        return await self._operations.clear_fast(self._who(call), call.params.get("tenant"))
+        return await self._operations.clear_fast(self.who(call), call.params.get("tenant"))
 
     # The audit log
 

@@ -25,6 +25,7 @@ _LONGEST: Final = 200  # characters of a name or a reason
 _Line = Annotated[
     str, Meta(min_length=1, max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+$")
 ]
+_Text = Annotated[str, Meta(min_length=1)]
 _Names = Annotated[tuple[_Line, ...], Meta(max_length=256)]
 _Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
 _Surfaces = Annotated[tuple[_Surface, ...], Meta(max_length=len(SURFACES))]
@@ -97,6 +98,14 @@ INVALIDATE: Final[ParameterTable] = {
     "events": Parameter("Invalidate entries with the tags of these configured events.", _Names),
     "tenant": Parameter("Only entries of this tenant.", _Line),
     "all": Parameter("Invalidate every entry; needed without tags and events.", bool),
+}
+PIN: Final[ParameterTable] = {
+    "name": Parameter("Name, shown in lists and logs.", _Line, required=True),
+    "model": Parameter("Model, which includes its variants, or one variant.", _Line, required=True),
+    "system": Parameter("System message of chats, written by the model's chat template.", _Text),
+    "text": Parameter("Beginning of a completion's prompt. Set either this or 'system'.", _Text),
+    "tenant": Parameter("Tenant whose requests find it.", _Line),
+    "public": Parameter("Whether the requests of all tenants find it. Set either this or 'tenant'.", bool),
 }
 # Query parameters of a usage export.
 _Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]

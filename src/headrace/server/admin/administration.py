@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from headrace.config import Config
 from headrace.gateway.accounts.account_services import AccountServices
+from headrace.gateway.accounts.admin_operations import Actor
 from headrace.server.admin.admin_routes import AdminRoutes, Work
 from headrace.server.admin.admin_socket import AdminSocket
 from headrace.server.admin.admin_usage import UsageExport
+from headrace.server.http.api_call import ApiCall
+from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.edge import Application, ConnectionBounds
 from headrace.server.http.route_table import Route
 
@@ -24,9 +28,25 @@ class Administration:
     def routes(self) -> tuple[Route, ...]:
         return self._routes.routes()
 
-    def route(self, method: str, path: str, work: Work, about: str, *, open_here: bool = False) -> Route:
+    def route(
+        self,
+        method: str,
+        path: str,
+        work: Work,
+        about: str,
+        table: ParameterTable | None = None,
+        *,
+        open_here: bool = False,
+    ) -> Route:
         """Return a route of the admin API that is defined elsewhere."""
-        return self._routes.route(method, path, work, about, open_here=open_here)
+        return self._routes.route(method, path, work, about, table, open_here=open_here)
+
+    async def given(self, call: ApiCall, table: ParameterTable) -> dict[str, Any]:
+        """Read and convert the body of a call."""
+        return await self._routes.given(call, table)
+
+    def who(self, call: ApiCall) -> Actor:
+        return self._routes.who(call)
 
     async def start(self, application: Application) -> None:
         """SocketError where the socket cannot be created."""
