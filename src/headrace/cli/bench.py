@@ -43,6 +43,9 @@ bench = App(
 )
 
 
+bench.command("headrace.cli.bench_reference:reference", name="reference")
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:

@@ -101,7 +101,8 @@ def simulate(
         What to show: run (latency, goodput and fairness by surface and tenant), abuse (one tenant sends many times its
         load), cold (prefixes sent for the first time), overload. Repeatable.
     orders
-        Order to simulate: fair, fcfs or longest-prefix. Repeatable. Default: all.
+        Order to simulate: fair, fcfs, longest-prefix, or as references static (a batch starts when the one before has
+        ended) and serial (one request at a time). Repeatable. Default: the first three.
     tenants
         Number of tenants.
     seconds

@@ -1,13 +1,14 @@
 """Baseline scheduling orders to compare with the fair one: first come first served, and longest cached prefix first.
 
-Both ignore tenants and surfaces. For measurements only.
+Both ignore tenants and surfaces. Two references batch as older servers did: `static` starts a batch when the one before
+has ended, `serial` computes one request at a time. For measurements only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from msgspec.structs import replace
 
@@ -15,8 +16,9 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.waiting_queue import SHORT, FairQueue, SequenceJob
 
-Order = Literal["fair", "fcfs", "longest-prefix"]
-ORDERS: Final[tuple[Order, ...]] = get_args(Order)
+Order = Literal["fair", "fcfs", "longest-prefix", "static", "serial"]
+ORDERS: Final[tuple[Order, ...]] = ("fair", "fcfs", "longest-prefix")
+REFERENCES: Final[tuple[Order, ...]] = ("static", "serial")
 _SAME: Final = 64  # tokens compared to find requests whose prefix is now cached
 
 
@@ -79,6 +81,11 @@ def _begins(job: SequenceJob) -> tuple[str, tuple[int, ...]]:
     return job.request.salt, job.request.prompt[:_SAME]
 
 
+def batch_size(order: Order, limits: SchedulerLimits) -> int | None:
+    """Return how many requests a reference starts together when nothing runs; None: requests start as they come."""
+    return {"static": limits.max_sequences, "serial": 1}.get(order)
+
+
 def scheduling_parts(
     order: Order, policy: Policy, limits: SchedulerLimits
 ) -> tuple[FairQueue | None, Policy, SchedulerLimits]:
@@ -95,5 +102,5 @@ def scheduling_parts(
     )
     # All prompts belong to one class.
     limits = replace(limits, short_rows=limits.context)
-    queue = ArrivalQueue if order == "fcfs" else LongestPrefixQueue
+    queue = LongestPrefixQueue if order == "longest-prefix" else ArrivalQueue
     return queue(plain, idle_tenants=limits.idle_tenants), plain, limits

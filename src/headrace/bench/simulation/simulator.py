@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import random
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.bench.simulation.baseline_orders import Order, scheduling_parts
+from headrace.bench.simulation.baseline_orders import Order, batch_size, scheduling_parts
 from headrace.bench.simulation.synthetic_traffic import SimulatedRequest
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.memory.block_manager import BlockManager
@@ -81,17 +82,29 @@ def simulate(
     queue, policy, limits = scheduling_parts(order, policy or Policy(), limits or SchedulerLimits())
     blocks = BlockManager(hardware.blocks, hardware.block_tokens)
     scheduler = Scheduler(blocks, limits, policy, StepTimeModel(), queue=queue)
+    together = batch_size(order, limits)
     clients = _Clients(scheduler)
+    held: deque[SimulatedRequest] = deque()  # until the batch before has ended
+
+    def send(call: SimulatedRequest, now: float) -> None:
+        if together is None:
+            clients.send(call, now)
+        else:
+            held.append(call)
+
     rng = random.Random(f"{seed} machine")
     now = busy = 0.0
     arrivals = iter(calls)
     call = next(arrivals, None)
     last = 0.0
-    while call is not None or not scheduler.idle:
+    while call is not None or held or not scheduler.idle:
         while call is not None and call.at <= now:
             last = call.at
-            clients.send(call, now)
+            send(call, now)
             call = next(arrivals, None)
+        if held and together is not None and scheduler.idle:
+            for _ in range(min(together, len(held))):
+                clients.send(held.popleft(), now)
         clients.deliver(scheduler.expire(now), now)
         plan = scheduler.plan(now)
         if plan is None:
@@ -104,7 +117,7 @@ def simulate(
         busy += seconds
         while call is not None and call.at <= now:
             last = call.at
-            clients.send(call, call.at)
+            send(call, call.at)
             call = next(arrivals, None)
         outcomes = [ShareOutcome([_TOKEN] if share.wanted else []) for share in plan.shares]
         clients.deliver(scheduler.settle(plan, outcomes, now, seconds), now)
@@ -113,7 +126,7 @@ def simulate(
         if call is None and now > last + drain:
             break
     stats = scheduler.stats()
-    return SimulationResult(clients.outcomes, now, busy, stats, clients.gaps, stats.waiting)
+    return SimulationResult(clients.outcomes, now, busy, stats, clients.gaps, stats.waiting + len(held))
 
 
 _TOKEN = 1
