@@ -89,7 +89,7 @@ def test_no_path_leads_out(http: httpx2.Client, id: str) -> None:
     [
         ({}, True, "purpose"),
         ({"purpose": "nonsense"}, True, "purpose"),
-        ({"purpose": "batch", "colour": "red"}, True, "colour"),
+        ({"purpose": "batch", "purposes": "red"}, True, "purposes"),
         ({"purpose": "batch"}, False, "file"),
         ({"purpose": "batch", "expires_after[anchor]": "now"}, True, "expires_after"),
         ({"purpose": "batch", "expires_after[anchor]": "created_at"}, True, "expires_after"),
@@ -186,7 +186,7 @@ def test_a_batch_may_be_cancelled(client: openai.OpenAI) -> None:
         ({"endpoint": "/v1/nothing"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"metadata": {"a": 5}}, 400, "metadata"),
-        ({"colour": "red"}, 400, "colour"),
+        ({"meta_data": {}}, 400, "meta_data"),
         ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400, "output_expires_after.anchor"),
     ],
 )

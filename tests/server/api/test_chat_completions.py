@@ -25,7 +25,7 @@ from headrace.gateway.requests.text_request import (
     TokenLogprob,
     TokenUsage,
 )
-from headrace.server.api.chat_completions import ChatStream, chat_body, read_chat_request
+from headrace.server.api.chat_completions import ChatStream, chat_body, logprob_json, read_chat_request
 from tests.support.dialect_exchanges import USAGE, called, exchange_for, streamed, tokenizer, whole
 
 SAY: dict[str, Any] = {"role": "user", "content": "Hi"}
@@ -218,6 +218,13 @@ def test_logprobs_of_an_empty_answer_are_an_empty_list() -> None:
     assert found == [
         {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": [{"token": "a", "logprob": -1.0, "bytes": [97]}]}
     ]
+
+
+def test_the_chosen_token_is_always_among_the_likeliest() -> None:
+    chosen = TokenLogprob("b", b"b", -4.0, [("a", b"a", -0.1)], "b")
+    listed = [each["token"] for each in logprob_json(chosen)["top_logprobs"]]
+    assert listed == ["a", "b"]
+    assert logprob_json(TokenLogprob("b", b"b", -4.0, [], "b"))["top_logprobs"] == []  # none are requested
 
 
 # The reader, on outputs as the engine gives them

@@ -415,7 +415,12 @@ def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
 
 
 def logprob_json(each: TokenLogprob) -> dict[str, Any]:
-    top = [{"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in each.top]
+    """Return a token with the most likely ones, if they are requested, and itself among them: it may be one more."""
+    top: list[dict[str, Any]] = [
+        {"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in each.top
+    ]
+    if top and each.bytes not in [raw for _, raw, _ in each.top]:
+        top.append({"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes)})
     return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes), "top_logprobs": top}
 
 
