@@ -154,13 +154,16 @@ async def test_a_slash_at_the_end_of_a_path_is_accepted() -> None:
     async with serving() as running:
         running.engine.answer = words("ok")
         for path in (route.path for route in running.server.app.routes if route.method == "GET" and route.open):
+            if path.endswith("/events"):  # it never ends
+                continue
             assert (await running.ask("GET", f"{path}/")).status == (await running.ask("GET", path)).status, path
         assert (await running.ask("POST", "/v1/chat/completions/", CHAT)).status == 200
         assert (await running.ask("POST", "/v1/messages/", MESSAGE)).status == 200
         assert (await running.ask("GET", "/v1/models/mini/")).json["id"] == "mini"
         assert (await running.ask("GET", "/v1/models/")).json["object"] == "list"
         assert (await running.ask("GET", "/v1/chat/completions/")).status == 405
-        assert (await running.ask("GET", "/")).status == 405  # clients of Ollama send HEAD
+        assert (await running.ask("GET", "/")).status == 200  # the dashboard; clients of Ollama send HEAD
+        assert (await running.ask("DELETE", "/")).status == 405
 
 
 @asynchronous

@@ -20,7 +20,7 @@ from cyclopts import App, Parameter
 
 from headrace.cli import admin_pins
 from headrace.cli.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
-from headrace.cli.admin_output import print_budgets, print_json, print_list, print_one, print_usage
+from headrace.cli.admin_output import print_budgets, print_feedback, print_json, print_list, print_one, print_usage
 from headrace.errors import HeadraceError, RequestError
 
 _PAGE_ROWS: Final = 1000  # audit rows per request
@@ -304,6 +304,49 @@ def budgets(
     """
     answer = request_json(to.url, "GET", "budgets", tenant=tenant, after=after, limit=limit)
     print_budgets(answer, as_json=to.json)
+
+
+@admin.command
+def feedback(
+    *,
+    tenant: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    by: str = "outcome,model",
+    csv: Annotated[bool, Parameter(negative=())] = False,
+    to: AdminTarget = DEFAULT_TARGET,
+) -> None:
+    """Show the outcomes that clients attached to their requests, beside latency and price.
+
+    Parameters
+    ----------
+    tenant
+        Only outcomes of this tenant.
+    since
+        First day, such as 2026-01-31.
+    until
+        Last day, inclusive.
+    by
+        Columns to group by, comma-separated: outcome, day, tenant, model, surface, endpoint, length, route.
+    csv
+        Print the export as CSV, with amounts in micros, millionths of the currency.
+    """
+    if csv and to.json:
+        raise RequestError("Set either --csv or --json, not both.")
+    answer = request(
+        to.url,
+        "GET",
+        "feedback",
+        tenant=tenant,
+        first_day=since,
+        last_day=until,
+        by=",".join(_split_names(by) or ()),
+        format="csv" if csv else "json",
+    )
+    if csv:
+        sys.stdout.write(answer.decode("utf-8", "replace"))
+    else:
+        print_feedback(json.loads(answer), as_json=to.json)
 
 
 @admin.command

@@ -143,6 +143,31 @@ def print_usage(answer: Mapping[str, Any]) -> None:
     print_table(table)
 
 
+def print_feedback(answer: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a row for each group: its mean with the interval, and what the requests took and cost."""
+    price = _in_currency("per 1000", answer)
+    data: list[dict[str, Any]] = answer["data"]
+    prices = _amounts([each["micros_per_1000_requests"] for each in data])
+    units = iter(_amounts([each["micros_per_unit"] for each in data if each["micros_per_unit"] is not None]))
+    lines: list[dict[str, Any]] = []
+    for each, cost in zip(data, prices, strict=True):
+        low, high = each["mean_low"], each["mean_high"]
+        lines.append(
+            {
+                **each,
+                "mean": f"{each['mean']:.4g}",
+                "95 %": "-" if low is None else f"{low:.4g} to {high:.4g}",
+                "ms": "-" if each["mean_e2e_ms"] is None else f"{each['mean_e2e_ms']:,.0f}",
+                price: cost,
+                "per unit": "-" if each["micros_per_unit"] is None else next(units),
+            }
+        )
+    numbers = ("count", "mean", "95 %", "ms", price, "per unit")
+    print_list(
+        answer if as_json else {**answer, "data": lines}, (*answer["by"], *numbers), as_json=as_json, numbers=numbers
+    )
+
+
 def print_budgets(answer: Mapping[str, Any], *, as_json: bool) -> None:
     data: list[dict[str, Any]] = answer["data"]
     amounts = iter(_amounts([each[f"{name}_micros"] for each in data for name in _MONEY]))

@@ -33,5 +33,10 @@ class AlertsConfig(Section, frozen=True):
 class ObserveConfig(Section, frozen=True):
     recent_requests: Count = 1000  # finished requests kept in memory for GET /v1/requests/{id}
     slices: Count = 512  # combinations of model, tenant, endpoint... that latencies are kept for; the rest is `other`
+    history_days: Count = 35  # days that latencies, costs and objectives of each hour are kept in storage
+    history_bytes: Count = 256 * 1024**2  # 256 MiB; beyond that the oldest hours are removed
+    # Finished requests that POST /v1/feedback may be about; 0: no feedback is taken.
+    feedback_requests: Annotated[int, Meta(ge=0)] = 100_000
+    feedback_outcomes: Count = 1_000_000  # outcomes kept; beyond that the oldest of the tenant with the most is removed
     alerts: AlertsConfig = AlertsConfig()
     traces: TracesConfig = msgspec.field(default_factory=TracesConfig)

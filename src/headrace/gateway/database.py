@@ -139,6 +139,55 @@ _STEPS = (
         UNIQUE (conversation, id)
     );
     """,
+    # What finished requests have told: sums of each hour, good and all events of objectives, and outcomes.
+    """
+    CREATE TABLE latency_hours (
+        hour INTEGER NOT NULL,  -- when it began, in seconds since 1970
+        slice TEXT NOT NULL,  -- JSON
+        bytes INTEGER NOT NULL,
+        sums BLOB NOT NULL,  -- compressed JSON
+        PRIMARY KEY (hour, slice)
+    ) WITHOUT ROWID;
+
+    CREATE TABLE objective_slots (
+        slo TEXT NOT NULL,
+        objective TEXT NOT NULL,
+        began INTEGER NOT NULL,  -- in seconds since 1970
+        good INTEGER NOT NULL,
+        total INTEGER NOT NULL,
+        PRIMARY KEY (slo, objective, began)
+    ) WITHOUT ROWID;
+
+    CREATE TABLE answered_requests (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant TEXT NOT NULL,
+        id TEXT NOT NULL,  -- of the response, without the prefix of its dialect
+        request_id TEXT NOT NULL,  -- the header
+        facts BLOB NOT NULL  -- JSON
+    );
+    CREATE INDEX answered_requests_by_id ON answered_requests (id);
+    CREATE INDEX answered_requests_by_request_id ON answered_requests (request_id);
+
+    CREATE TABLE outcomes (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant TEXT NOT NULL,
+        request TEXT NOT NULL,  -- the response's id
+        name TEXT NOT NULL,
+        value REAL NOT NULL,
+        at INTEGER NOT NULL,  -- in seconds since 1970, as `day` in UTC
+        day TEXT NOT NULL,
+        model TEXT NOT NULL,
+        surface TEXT NOT NULL,
+        endpoint TEXT NOT NULL,
+        length TEXT NOT NULL,
+        route TEXT NOT NULL,
+        ttft_ms REAL,
+        e2e_ms REAL,
+        micros INTEGER NOT NULL,
+        UNIQUE (tenant, request, name)
+    );
+    CREATE INDEX outcomes_by_day ON outcomes (day, name);
+    """,
 )
 
 
@@ -410,6 +459,34 @@ def rows_of(connection: sqlite3.Connection, statement: str, values: tuple[Any, .
     cursor = connection.cursor()
     cursor.row_factory = sqlite3.Row
     return cursor.execute(statement, values).fetchall()
+
+
+def make_room(
+    connection: sqlite3.Connection,
+    table: str,
+    *,
+    rows: int,
+    count: int,
+    size: int = 0,
+    total: int | None = None,
+    oldest: str = "seq",
+) -> None:
+    """Delete rows until so many more rows and bytes fit: each time the oldest of the tenant with the most.
+
+    `oldest` orders a tenant's rows; `total` needs a column `bytes`. Never pass `table` or `oldest` from clients.
+    """
+    bytes_used = "0" if total is None else "COALESCE(SUM(bytes), 0)"
+    while True:
+        there, used = connection.execute(f"SELECT COUNT(*), {bytes_used} FROM {table}").fetchone()
+        too_many = there + rows > count
+        if there == 0 or (not too_many and (total is None or used + size <= total)):
+            return
+        by = "COUNT(*)" if too_many else "SUM(bytes)"
+        connection.execute(
+            f"DELETE FROM {table} WHERE seq = (SELECT seq FROM {table} WHERE tenant = "
+            f"(SELECT tenant FROM {table} GROUP BY tenant ORDER BY {by} DESC, MIN(seq) LIMIT 1) "
+            f"ORDER BY {oldest} LIMIT 1)"
+        )
 
 
 def check_listing(*, limit: int, most: int, order: str) -> ListOrder:

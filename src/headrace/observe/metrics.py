@@ -16,6 +16,8 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
 
+_MOST_OUTCOMES: Final = 64  # names of outcomes with a label of their own
+
 registry: Final = CollectorRegistry()
 
 http_requests: Final = Counter(
@@ -47,6 +49,12 @@ processes_replaced: Final = Counter(
     "headrace_processes_replaced",
     "Front processes that ended and were replaced, by cause: signal, exit.",
     ("why",),
+    registry=registry,
+)
+feedback: Final = Counter(
+    "headrace_feedback",
+    "Outcomes that clients attached to their requests, by the sign of the value: positive, zero, negative.",
+    ("outcome", "model", "tenant", "sign"),
     registry=registry,
 )
 connections: Final = Gauge("headrace_connections", "Open connections.", registry=registry)
@@ -229,9 +237,23 @@ def label_tenants(label: Callable[[str], str]) -> None:
     _label = label
 
 
+_outcome_names: Final[set[str]] = set()
+
+
+def count_outcome(name: str, value: float, model: str, tenant: str) -> None:
+    """Count an outcome. Clients choose the names, so only the first ones have a label of their own."""
+    if name not in _outcome_names:
+        if len(_outcome_names) >= _MOST_OUTCOMES:
+            name = "other"
+        else:
+            _outcome_names.add(name)
+    sign = "positive" if value > 0 else "negative" if value < 0 else "zero"
+    of(feedback, name, model, tenant_label(tenant), sign).inc()
+
+
 def forget_tenant(label: str) -> None:
     """Remove the series of a tenant label that is no longer used."""
-    for metric in (answers, tokens):
+    for metric in (answers, tokens, feedback):
         metric.remove_by_labels({"tenant": label})
     of.cache_clear()
 

@@ -23,9 +23,13 @@ from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.ledger import Ledger
+from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.limits.rate_limiter import RateLimiter, SharedLimitStore
+from headrace.gateway.observation.feedback_store import FeedbackStore
+from headrace.gateway.observation.latency_history import LatencyHistory
 from headrace.gateway.observation.objective_watch import ObjectiveWatch
+from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
@@ -63,12 +67,18 @@ def assemble(
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
     observer = RequestObserver.from_config(config, environ)
     computed_metrics.collector.book, computed_metrics.collector.objectives = observer.latencies, observer.objectives
+    keeper = None
+    if shared is None:
+        keeper = _keeper(config, observer, database)
+        observer.remember = keeper.feedback.note
     return Services(
         fleet=fleet,
         accounts=accounts,
         limiter=RateLimiter.from_config(config.limiting, environ, shared=None if shared is None else shared.limits),
         limit_scopes=LimitScopes.from_config(config),
         ledger=ledger,
+        prices=PriceBook.from_config(config.prices),
+        currency=config.ledger.currency,
         exact=exact,
         semantic=semantic,
         dispatcher=Dispatcher(config.routing, fleet),
@@ -81,6 +91,7 @@ def assemble(
         # A front process forwards its requests, and the process that owns the state watches them.
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         pins=None if shared is not None else _pins(config, fleet, accounts),
+        keeper=keeper,
     )
 
 
@@ -95,6 +106,19 @@ def assemble_lab(config: Config, services: Services) -> OnlineLab:
 def _pins(config: Config, fleet: Fleet, accounts: AccountServices) -> PinOperations:
     prompts = PinnedPrompts(fleet, config.models, start_s=config.server.worker_s)
     return PinOperations(accounts.shared, accounts.directory, prompts, served=names_of(config))
+
+
+def _keeper(config: Config, observer: RequestObserver, database: Database) -> ObservationKeeper:
+    observe = config.observe
+    history = LatencyHistory(
+        database,
+        observer.latencies,
+        observer.objectives,
+        days=observe.history_days,
+        total_bytes=observe.history_bytes,
+    )
+    feedback = FeedbackStore(database, requests=observe.feedback_requests, outcomes=observe.feedback_outcomes)
+    return ObservationKeeper(history, feedback, restores=bool(config.slo))
 
 
 def _objective_watch(

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
-from headrace.server.admin import lab_routes, live_routes, pin_routes
+from headrace.server.admin import history_routes, lab_routes, live_routes, pin_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     chat_completions,
     completions,
+    feedback,
     file_endpoints,
     messages,
     metered_endpoint,
@@ -46,10 +47,12 @@ def all_routes(
         *model_endpoints.routes(context),
         *status_endpoints.routes(context),
         *request_endpoints.routes(context),
+        *feedback.routes(context),
         *administration.routes(),
         *pin_routes.routes(administration, context),
         *live_routes.routes(administration, context),
         *lab_routes.routes(administration, lab),
+        *history_routes.routes(administration, context),
         *file_endpoints.routes(context, durable.files),
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),

@@ -96,7 +96,8 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
         client.leave()
         return answer
 
-    def note(path: str, usage: dict[str, Any]) -> None:
+    def note(path: str, usage: dict[str, Any], extras: dict[str, Any] | None = None) -> None:
+        told[f"{path} micros"] += (extras or {}).get("cost_micros", 0)
         cached = usage.get("prompt_tokens_details", usage.get("input_tokens_details", {})).get("cached_tokens", 0)
         read = usage.get("cache_read_input_tokens", 0)
         prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) + read
@@ -107,18 +108,18 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
     async def whole(path: str, **body: Any) -> None:
         answer = await ask("POST", path, body)
         assert answer.status == 200, answer.body
-        note(path, answer.json["usage"])
+        note(path, answer.json["usage"], answer.json.get("headrace"))
 
     async def streamed(path: str, **body: Any) -> None:
         answer = await ask("POST", path, body | {"stream": True})
         assert answer.status == 200, answer.body
         found = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: {")]
         if path == "/v1/responses":
-            note(path, found[-1]["response"]["usage"])
+            note(path, found[-1]["response"]["usage"], found[-1]["response"]["headrace"])
         elif path == "/v1/messages":
-            note(path, found[-2]["usage"])
+            note(path, found[-2]["usage"], found[-2].get("headrace"))
         else:
-            note(path, found[-1]["usage"])
+            note(path, found[-1]["usage"], found[-1]["headrace"])
 
     async def batch() -> None:
         lines = [
@@ -137,7 +138,8 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
             await asyncio.sleep(0.02)
         output = await ask("GET", f"/v1/files/{found['output_file_id']}/content")
         for line in output.body.splitlines():
-            note(PATH, json.loads(line)["response"]["body"]["usage"])
+            body = json.loads(line)["response"]["body"]
+            note(PATH, body["usage"], body["headrace"])
 
     try:
         await until(lambda: server.context.is_ready or task.done(), 200.0)
@@ -167,6 +169,8 @@ async def test_the_export_is_the_sum_of_the_usages_that_clients_were_told(tmp_pa
             path = each["endpoint"]
             found.update({f"{path} requests": each["requests"], f"{path} input": each["input_tokens"]})
             found.update({f"{path} output": each["output_tokens"], f"{path} cached": each["cached_tokens"]})
+            if path in (PATH, "/v1/completions", "/v1/messages", "/v1/responses"):
+                found[f"{path} micros"] = each["micros"]
         assert +found == +told
         assert told[f"{PATH} cached"] > 0
         csv = (await ask("GET", "/admin/v1/usage?by=tenant", name="root")).body.decode().splitlines()
@@ -235,6 +239,7 @@ async def test_a_hit_is_charged_its_share_and_so_is_who_joins(tmp_path: Path) ->
         whole = (100 * PROMPT + 200 * 5) * 1
         exported = await row(running)
         assert totals(exported) == (4, 4 * PROMPT, 4 * 5, whole + 3 * whole // 10)
+        assert sum(each.last["headrace"]["cost_micros"] for each in found) == exported["micros"]
         assert exported["saved"]["exact"] == {"requests": 1, "micros": whole - whole // 10}
         assert exported["saved"]["shared"] == {"requests": 2, "micros": 2 * (whole - whole // 10)}
 
@@ -277,6 +282,9 @@ async def test_a_cascade_is_charged_by_variant_and_counts_as_one_request(tmp_pat
         assert (rows["small"]["input_tokens"], rows["small"]["output_tokens"]) == (2 * PROMPT, 6)
         assert (rows["mini"]["input_tokens"], rows["mini"]["output_tokens"]) == (PROMPT, 5)
         assert rows["mini"]["micros"] == SUM(PROMPT, 0, 5)
+        costs = [each.last["headrace"]["cost_micros"] for each in (taken, escalated)]
+        assert sum(costs) == rows["small"]["micros"] + rows["mini"]["micros"]
+        assert costs[1] > costs[0]
 
 
 @asynchronous
@@ -293,7 +301,9 @@ async def test_a_cascade_that_meets_a_limit_tells_what_is_charged(tmp_path: Path
         assert (found.tokens, found.finish, found.last["headrace"]["cut"]) == (4, "length", "limit")
         told = found.last["usage"]
         assert (told["prompt_tokens"], told["completion_tokens"]) == (2 * PROMPT, 3 + 4)
-        assert totals(await row(running))[:3] == (1, 2 * PROMPT, 3 + 4)
+        charged = await row(running)
+        assert totals(charged)[:3] == (1, 2 * PROMPT, 3 + 4)
+        assert found.last["headrace"]["cost_micros"] == charged["micros"]
 
 
 # Budgets

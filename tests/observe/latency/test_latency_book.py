@@ -71,9 +71,9 @@ def test_an_hour_is_taken_once() -> None:
         book.record(sample())
         clock.now += 45.0
         if number == 4:
-            assert sum(row.requests for row in book.take_hour().values()) == 5
-    assert sum(row.requests for row in book.take_hour().values()) == 5
-    assert book.take_hour() == {}
+            assert sum(row.requests for row in book.take().values()) == 5
+    assert sum(row.requests for row in book.take().values()) == 5
+    assert book.take() == {}
     assert sum(row.requests for _, row in book.total()) == 10
 
 

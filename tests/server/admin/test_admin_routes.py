@@ -49,6 +49,14 @@ PATHS = (
     ("GET", "live"),
     ("GET", "live/events"),
     ("GET", "latency"),
+    ("GET", "history"),
+    ("GET", "feedback"),
+    ("GET", "shadows"),
+    ("GET", "shadows/copy"),
+    ("GET", "quality"),
+    ("GET", "pins"),
+    ("POST", "pins"),
+    ("DELETE", "pins/pin_0"),
 )
 
 
@@ -78,7 +86,9 @@ async def test_without_an_administrator_there_is_no_admin_api(tmp_path: Path) ->
             unknown = await running.ask("GET", "/admin/v1/nothing")
             assert (unknown.status, unknown.error["code"]) == (404, "unknown_url")
             for method, path in PATHS:
-                if not keys and path.startswith(("live", "latency", "requests/")):
+                if not keys and path.startswith(
+                    ("live", "latency", "history", "feedback", "shadows", "quality", "requests/")
+                ):
                     continue  # see test_live_routes
                 for key in ("", "caller-secret", "wrong"):
                     answer = await running.admin(method, path, {}, key=key)

@@ -112,7 +112,7 @@ async def test_requests_for_other_things_do_not_count_as_traffic(tmp_path: Path)
 @asynchronous
 async def test_without_keys_this_machine_may_look_and_change_nothing(tmp_path: Path) -> None:
     async with administered(tmp_path, keys=()) as running:
-        for path in ("live", "latency"):
+        for path in ("live", "latency", "history", "feedback"):
             assert (await running.ask("GET", f"/admin/v1/{path}")).status == 200, path
         for method, path in (("GET", "tenants"), ("PUT", "fast"), ("GET", "usage")):
             assert (await running.ask(method, f"/admin/v1/{path}")).status == 404, path

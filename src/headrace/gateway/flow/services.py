@@ -18,9 +18,11 @@ from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
 from headrace.gateway.flow.answer_observer import AnswerObserver
+from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.gateway.observation.objective_watch import ObjectiveWatch
+from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
@@ -34,6 +36,8 @@ class Services(msgspec.Struct, kw_only=True):
     limiter: RateLimiter
     limit_scopes: LimitScopes
     ledger: RequestLedger | None  # None: nothing is charged
+    prices: PriceBook
+    currency: str
     exact: ExactCache | None
     semantic: SemanticCache | None
     dispatcher: Dispatcher
@@ -47,6 +51,7 @@ class Services(msgspec.Struct, kw_only=True):
     answer_observers: tuple[AnswerObserver, ...] = ()
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
     pins: PinOperations | None = None  # None: another process pins prompts
+    keeper: ObservationKeeper | None = None  # None: another process of this server stores what was observed
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
@@ -71,6 +76,8 @@ class Services(msgspec.Struct, kw_only=True):
         run(sweep_forever(self.caches))
         if self.observer.exporter is not None:
             run(self.observer.exporter.run())
+        if self.keeper is not None:
+            run(self.keeper.run())
         if self.objective_watch is not None:
             run(self.objective_watch.run())
         for loop in self.loops:
@@ -80,6 +87,8 @@ class Services(msgspec.Struct, kw_only=True):
         """Call after the last request. Writes down what was used, within bounded time."""
         await self.background.close()
         await self.observer.close()
+        if self.keeper is not None:
+            await self.keeper.close()
         for cache in self.caches.values():
             await cache.close()
         if self.ledger is not None:

@@ -13,6 +13,7 @@ from headrace.gateway.flow.admit import ledger_entry
 from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.flow.flow_state import Ending, FlowState, Origin, Outcome
 from headrace.gateway.flow.shared_generation import is_by_plan
+from headrace.gateway.ledger.prices import microseconds
 from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
@@ -35,10 +36,13 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
     _complete_usage(state, origin)
     state.outcome = outcome = _outcome(state, error, origin, is_whole=is_whole)
     _settle_limits(state, outcome)
+    if error is not None and not _sent_tokens(state):  # what fails before anything was sent costs nothing
+        charged = Outcome(Origin.NONE, outcome.ending, outcome.label)
+    else:
+        charged = outcome
+    state.exchange.cost_micros = _cost(state, charged, facts)
     if state.admission.has_ledger_hold:
-        if error is not None and not _sent_tokens(state):  # what fails before anything was sent costs nothing
-            outcome = Outcome(Origin.NONE, outcome.ending, outcome.label)
-        _settle_ledger(state, outcome, facts)
+        _settle_ledger(state, charged, facts)
     _store_semantic(state, outcome)
     _count(state, outcome)
     if steps := state.degradation.record.steps:
@@ -201,11 +205,32 @@ def _settle_ledger(state: FlowState, outcome: Outcome, facts: AnswerFacts | None
             ledger.charge(id, TokenUsage() if facts is None else facts.saved, ended=ended, hit=cache)
 
 
-def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> None:
-    """Charge every variant that computed something. The answer comes last; a cascade's first try is charged under an
-    id of its own."""
+def _cost(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> int | None:
+    """Return what the request costs, in micros, as the ledger charges it; None without prices."""
+    exchange, prices = state.exchange, state.services.prices
+    if prices.is_empty:
+        return None
+    price = prices.of(exchange.served.name)
+    match outcome.origin:
+        case Origin.GENERATED:
+            return sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in _variant_charges(state))
+        case Origin.CACHED | Origin.SHARED:
+            usage = exchange.usage if exchange.cut_by else TokenUsage() if facts is None else facts.saved
+            return price.hit_micros(*_priced(usage))
+        case Origin.HANDED_OVER:  # another request pays for the generation
+            return price.hit_micros(*_priced(exchange.usage)) if exchange.cut_by else 0
+        case _:
+            return 0
+
+
+def _priced(usage: TokenUsage) -> tuple[int, int, int, int]:
+    machine_us = microseconds(usage.prefill_s + usage.decode_s)
+    return usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, machine_us
+
+
+def _variant_charges(state: FlowState) -> list[VariantCharge]:
+    """Return what every variant computed. The answer comes last."""
     exchange, generation = state.exchange, state.generation
-    instead_of = state.requested if exchange.served.name != state.requested else ""
     answer = VariantCharge(exchange.served.name, exchange.usage, "answer")
     charges = [answer]
     if isinstance(generation, CompositeAnswerer):
@@ -215,7 +240,14 @@ def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> N
             delivered = _subtract(exchange.usage, sum_usage(charge.usage for charge in tries))
             charges = [*tries, VariantCharge(exchange.served.name, delivered, "answer")]
         charges = charges or [VariantCharge(exchange.served.name, TokenUsage(), "answer")]
-    *tries, last = charges
+    return charges
+
+
+def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> None:
+    """Charge every variant that computed something. A cascade's first try is charged under an id of its own."""
+    exchange = state.exchange
+    instead_of = state.requested if exchange.served.name != state.requested else ""
+    *tries, last = _variant_charges(state)
     for place, charge in enumerate(tries):
         id = f"{exchange.id}.{place}"
         entry = ledger_entry(state, id=id, variant=charge.variant, counted=False)

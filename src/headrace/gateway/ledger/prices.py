@@ -80,6 +80,10 @@ class PriceBook:
             }
         )
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._prices
+
     def of(self, variant: str) -> Price:
         found = self._prices.get(variant)
         if found is None:

@@ -43,6 +43,8 @@ class RequestObserver:
         # Takes finished requests to the process that keeps them, if that is not this one.
         self.forward: Callable[[RequestRecord, RequestSample | None], None] | None = None
         self.objectives = Objectives(objectives, time.monotonic)
+        # Remembers requests that clients may send feedback about.
+        self.remember: Callable[[RequestRecord, RequestSample], None] | None = None
         self._prices = prices or PriceBook()
         self.exporter = exporter
         self._prompts_of = frozenset(prompts_of)
@@ -116,6 +118,8 @@ class RequestObserver:
             if sample.failed or not record.error:  # what the client did wrong says nothing of the server
                 sample.good = self.objectives.judge(sample)
             self.latencies.record(sample)
+            if self.remember is not None:
+                self.remember(record, sample)
 
     async def close(self) -> None:
         if self.exporter is not None:

@@ -47,20 +47,17 @@ def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> 
 
 def _add_usage(sample: RequestSample, exchange: Exchange, prices: PriceBook) -> None:
     usage, price = exchange.usage, prices.of(exchange.served.name)
+    sample.micros = exchange.cost_micros or 0
     if exchange.answered_by:
         saved = exchange.saved or TokenUsage()
         sample.cache, sample.saved_s = exchange.answered_by, saved.prefill_s + saved.decode_s
         if not price.free:
             counts = (saved.prompt_tokens, saved.cached_tokens, saved.output_tokens, microseconds(sample.saved_s))
-            sample.micros = price.hit_micros(*counts)
-            sample.saved_micros = price.micros(*counts) - sample.micros
+            sample.saved_micros = price.micros(*counts) - price.hit_micros(*counts)
         return
     sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.output_tokens
     sample.cached_tokens, sample.drafted, sample.accepted = usage.cached_tokens, usage.drafted, usage.accepted
     sample.machine_s = usage.prefill_s + usage.decode_s
-    if not price.free:
-        counts = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, microseconds(sample.machine_s))
-        sample.micros = price.micros(*counts)
 
 
 def plain_sample(endpoint: str, tenant: str, timeline: Timeline, error: ApiError | None) -> RequestSample:

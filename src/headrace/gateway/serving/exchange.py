@@ -53,6 +53,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     timeline: Timeline = msgspec.field(default_factory=Timeline)  # shared with the parts of a composed generation
     usage: TokenUsage = msgspec.field(default_factory=TokenUsage)
     saved: TokenUsage | None = None  # what an answer from a cache would have used; set by `settle`
+    cost_micros: int | None = None  # what the request costs, in millionths of the currency; set by `settle`
     finish: str = ""
     endpoint: str = ""  # the route's path
     surface: str = ""  # set by `identify`
@@ -107,6 +108,7 @@ class Exchange(msgspec.Struct, kw_only=True):
             "cached_tokens": usage.cached_tokens,
             "draft_acceptance": round(usage.accepted / usage.drafted, 4) if usage.drafted else None,
             "stages_ms": self.stages_ms(),
+            **({} if self.cost_micros is None else {"cost_micros": self.cost_micros}),
             **self.notes,
         }
 
@@ -130,6 +132,8 @@ class Exchange(msgspec.Struct, kw_only=True):
             fields["by"] = self.answered_by
         if self.cut_by:
             fields["cut"] = self.cut_by
+        if self.cost_micros is not None:
+            fields["cost_micros"] = self.cost_micros
         if "degraded" in self.notes:
             fields["degraded"] = ",".join(self.notes["degraded"])
         fields |= self.log_fields

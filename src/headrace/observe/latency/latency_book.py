@@ -18,7 +18,7 @@ from headrace.observe.latency.sketch import Sketch
 LATENCIES: Final = ("ttft", "itl", "tpot", "queue", "prefill", "decode", "post", "tokenise", "hop", "e2e")
 OTHER: Final = "other"
 SLOT_S: Final = 60.0
-_SLOTS: Final = 10
+_KEPT_S: Final = 11 * SLOT_S  # of slots
 _TICK_S: Final = 10.0
 _TICKS: Final = 60
 _LENGTHS: Final = (0, 128, 512, 2048, 8192, 32_768)
@@ -182,7 +182,7 @@ class LatencyBook:
         self._slots: deque[tuple[float, Rows]] = deque()
         self._total: Rows = {}
         self.ticks: deque[Tick] = deque(maxlen=_TICKS)
-        self.hour: Rows = {}  # not stored yet
+        self._new: Rows = {}  # not taken yet
         self.began = clock()
 
     def record(self, sample: RequestSample) -> None:
@@ -223,23 +223,25 @@ class LatencyBook:
             if slots:
                 self._settle(slots[-1][1])
             slots.append((now, {}))
-            while len(slots) > _SLOTS:
+            while now - slots[0][0] > _KEPT_S:
                 slots.popleft()
         return slots[-1][1]
 
     def _settle(self, rows: Rows) -> None:
-        for sums in (self._total, self.hour):
+        for sums in (self._total, self._new):
             add_rows(sums, rows)
 
-    def take_hour(self) -> Rows:
+    def take(self) -> Rows:
         """Return what was counted since the last call, in order to store it."""
-        if self._slots:
-            began, rows = self._slots[-1]
-            self._settle(rows)
-            self._slots[-1] = (began, rows)
+        if self._slots and self._slots[-1][1]:
+            self._settle(self._slots[-1][1])
             self._slots.append((self._clock(), {}))
-        hour, self.hour = self.hour, {}
-        return hour
+        new, self._new = self._new, {}
+        return new
+
+    def put_back(self, rows: Rows) -> None:
+        """Let the next `take` return these, too: they could not be stored."""
+        add_rows(self._new, rows)
 
     def window(self, seconds: float) -> Iterator[tuple[Slice, Row]]:
         """Yield the rows of the last seconds, in whole slots of a minute. A slice may come several times."""

@@ -7,6 +7,7 @@ needs a high rate over a long and a short window, so it neither fires for a mome
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, Protocol
@@ -76,15 +77,26 @@ def objectives_of(sections: Mapping[str, SloOptions]) -> list[Objective]:
     return found
 
 
+class StoredSlot(NamedTuple):
+    """A minute of an objective, to survive a restart."""
+
+    slo: str
+    objective: str
+    began: int  # in seconds since 1970
+    good: int
+    total: int
+
+
 class _Events:
     """Good and all events of one objective, by the minute, for three days."""
 
-    __slots__ = ("good", "slots", "total")
+    __slots__ = ("good", "saved", "slots", "total")
 
     def __init__(self) -> None:
         self.slots: deque[list[float]] = deque()  # when it began, good, total
         self.good = 0
         self.total = 0
+        self.saved = 0.0  # when the newest slot began that `take_slots` returned
 
     def add(self, now: float, good: int, total: int) -> None:
         self.good += good
@@ -119,8 +131,11 @@ class Alert(NamedTuple):
 class Objectives:
     """All of it belongs to one event loop."""
 
-    def __init__(self, objectives: Iterable[Objective], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, objectives: Iterable[Objective], clock: Callable[[], float], wall: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
+        self._epoch = wall() - clock()  # constant, so that a slot that is stored twice has one time
         self._by_surface: dict[str, list[tuple[Objective, _Events]]] = {}
         self._firing: dict[tuple[str, str], str] = {}  # severity
         for objective in objectives:
@@ -155,6 +170,29 @@ class Objectives:
 
     def _all(self) -> list[tuple[Objective, _Events]]:
         return [each for every in self._by_surface.values() for each in every]
+
+    def take_slots(self) -> list[StoredSlot]:
+        """Return the slots that may have changed since the last call."""
+        found: list[StoredSlot] = []
+        for objective, events in self._all():
+            for began, good, total in events.slots:
+                if began >= events.saved:
+                    found.append(StoredSlot(*objective.key, round(began + self._epoch), int(good), int(total)))
+            if events.slots:
+                events.saved = events.slots[-1][0]
+        return found
+
+    def restore(self, slots: Iterable[StoredSlot]) -> None:
+        """Add what was counted before this process began, oldest first."""
+        now = self._clock()
+        known = {objective.key: events for objective, events in self._all()}
+        earlier: dict[tuple[str, str], list[list[float]]] = {}
+        for slot in slots:
+            began = slot.began - self._epoch
+            if (slot.slo, slot.objective) in known and 0.0 <= now - began <= _KEPT_S:
+                earlier.setdefault((slot.slo, slot.objective), []).append([began, slot.good, slot.total])
+        for key, found in earlier.items():
+            known[key].slots.extendleft(reversed(found))
 
     def evaluate(self) -> list[Alert]:
         """Return the alerts that begin or end now."""

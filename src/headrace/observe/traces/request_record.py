@@ -14,6 +14,11 @@ from headrace.observe.traces.timeline import GenerationTimes, Part, Stage, Timel
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_", "resp_")  # that dialects put before a request's id
 
 
+def names_of(id: str) -> tuple[str, ...]:
+    """Return what a client's id of a request may stand for: it as it is, and without the prefix of its dialect."""
+    return (id, *(id.removeprefix(prefix) for prefix in _PREFIXES if id.startswith(prefix)))
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     id: str  # part of the response's id; empty where nothing was generated
     request_id: str  # the `x-request-id` header
@@ -69,7 +74,7 @@ class RecentRequests:
     def find(self, tenant: str, id: str) -> RequestRecord | None:
         """Find by a response's id, with or without the prefix of its dialect, or by the request id header. Of requests
         with the same request id, the newest."""
-        for name in (id, *(id.removeprefix(prefix) for prefix in _PREFIXES if id.startswith(prefix))):
+        for name in names_of(id):
             number = self._numbers.get((tenant, name))
             if number is not None:
                 return self._records[number]
@@ -77,7 +82,7 @@ class RecentRequests:
 
     def find_any(self, id: str) -> RequestRecord | None:
         """The same among the requests of all tenants, for administrators. The newest of several."""
-        names = {id, *(id.removeprefix(prefix) for prefix in _PREFIXES if id.startswith(prefix))}
+        names = set(names_of(id))
         return next((each for each in self.newest() if names & set(_ids(each))), None)
 
     def newest(self) -> Iterator[RequestRecord]:

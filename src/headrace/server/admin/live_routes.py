@@ -11,11 +11,10 @@ import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.observe.latency.latency_book import DIMENSIONS, group
-from headrace.observe.traces.waterfall import waterfall
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
 from headrace.server.admin.live_snapshot import WINDOW_S, LiveSnapshot, row_json
-from headrace.server.api.request_endpoints import found_record
+from headrace.server.api.request_endpoints import found_record, with_outcomes
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.route_table import Route
@@ -31,7 +30,7 @@ def routes(administration: Administration, context: EndpointContext) -> tuple[Ro
 
     async def request(call: ApiCall) -> dict[str, Any]:
         id = call.params["request"]
-        return waterfall(found_record(recent.find_any(id), id, context))
+        return await with_outcomes(found_record(recent.find_any(id), id, context), context)
 
     async def snapshot(call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})

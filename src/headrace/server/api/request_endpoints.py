@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 from headrace.gateway.api_errors import ApiError
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.observe.traces.waterfall import waterfall
@@ -15,11 +18,21 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
 
     async def retrieve(call: ApiCall) -> None:
         id = call.params["request"]
-        record = recent.find(call.caller.tenant, id)
-        await context.reply(call, Response.json(waterfall(found_record(record, id, context))))
+        record = found_record(recent.find(call.caller.tenant, id), id, context)
+        await context.reply(call, Response.json(await with_outcomes(record, context)))
 
     about = "Show where the time of one of your recent requests went."
     return (Route("GET", "/v1/requests/{request}", retrieve, about),)
+
+
+async def with_outcomes(record: RequestRecord, context: EndpointContext) -> dict[str, Any]:
+    """Return the waterfall of a request, and the outcomes that feedback attached to it."""
+    outcomes: dict[str, float] = {}
+    keeper = context.services.keeper
+    if keeper is not None and record.id:
+        with contextlib.suppress(ApiError):  # storage does not work
+            outcomes = await keeper.feedback.of_request(record.tenant, record.id)
+    return {**waterfall(record), "outcomes": outcomes}
 
 
 def found_record(record: RequestRecord | None, id: str, context: EndpointContext) -> RequestRecord:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
-from headrace.gateway.database import Database, ListPage, check_listing, rows_of
+from headrace.gateway.database import Database, ListPage, check_listing, make_room, rows_of
 
 _LIST_MOST: Final = 100
 
@@ -148,33 +148,6 @@ class ResponseStore:
 
     def _make_room(self, connection: sqlite3.Connection, *, rows: int = 0, size: int = 0) -> None:
         make_room(connection, "responses", rows=rows, size=size, count=self._count, total=self._bytes)
-
-
-def make_room(
-    connection: sqlite3.Connection,
-    table: str,
-    *,
-    rows: int,
-    size: int,
-    count: int,
-    total: int,
-    oldest: str = "seq",
-) -> None:
-    """Delete rows until so many more rows and bytes fit: each time the oldest of the tenant with the most.
-
-    `oldest` orders a tenant's rows. Never pass `table` or `oldest` from clients.
-    """
-    while True:
-        there, used = connection.execute(f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM {table}").fetchone()
-        too_many = there + rows > count
-        if there == 0 or (not too_many and used + size <= total):
-            return
-        by = "COUNT(*)" if too_many else "SUM(bytes)"
-        connection.execute(
-            f"DELETE FROM {table} WHERE seq = (SELECT seq FROM {table} WHERE tenant = "
-            f"(SELECT tenant FROM {table} GROUP BY tenant ORDER BY {by} DESC, MIN(seq) LIMIT 1) "
-            f"ORDER BY {oldest} LIMIT 1)"
-        )
 
 
 def encode(value: Any) -> bytes:

@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
-from headrace.gateway.database import Database, ListPage, check_listing, rows_of
+from headrace.gateway.database import Database, ListPage, check_listing, make_room, rows_of
 from headrace.server.api.response_items import new_id
-from headrace.server.api.response_store import encode, make_room
+from headrace.server.api.response_store import encode
 
 _PAGE_MOST: Final = 100
 
