@@ -39,6 +39,7 @@ from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
 from headrace.config.loader import OPTIONS
+from headrace.config.recording_section import RecordingConfig
 from headrace.config.toml_text import config_toml, toml_value
 from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.surfaces import SURFACES
@@ -89,6 +90,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[observe]`": ObserveConfig,
     "`[observe.alerts]`": AlertsConfig,
     "`[observe.traces]`": TracesConfig,
+    "`[recording]`": RecordingConfig,
     "`[slo.NAME]`": SloConfig,
     **{f"`[{name}]`": kind for name, kind in PLAIN_SECTIONS.items()},
 }

@@ -40,6 +40,8 @@ COMMANDS = {
     "observe": "Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
     "plan": "Plan the devices for a load: how many of which, at what latency and cost.",
     "pull": "Download a model from a hub or a package index.",
+    "recordings": "List, export and delete what a server recorded of tenants that opted in.",
+    "replay": "Send recorded requests again and keep the answers beside the originals.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
     "shadows": "Show how the answers of shadows differ from the served ones.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",

@@ -20,6 +20,7 @@ from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
 from headrace.config.pin_section import PinConfig
+from headrace.config.recording_section import RecordingConfig
 from headrace.config.routing_section import RoutingConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
 from headrace.config.slo_section import SloConfig
@@ -71,6 +72,7 @@ __all__ = [
     "Port",
     "PriceConfig",
     "ProfilesConfig",
+    "RecordingConfig",
     "RequestLimits",
     "RoutingConfig",
     "Seconds",
@@ -224,6 +226,7 @@ class Config(Section, frozen=True):
     fast: FastConfig = FastConfig()
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
+    recording: RecordingConfig = RecordingConfig()
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
     slo: dict[str, SloConfig] = msgspec.field(default_factory=dict[str, SloConfig])  # objectives, by surface

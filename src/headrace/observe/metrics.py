@@ -170,6 +170,12 @@ upstreams: Final = Gauge(
 traces: Final = Counter(
     "headrace_traces", "Traces by what the collector did: sent, rejected.", ("outcome",), registry=registry
 )
+recorded: Final = Counter(
+    "headrace_recorded",
+    "Requests for recordings: written, too_long, unsupported (no OpenAI request says the same), failed.",
+    ("outcome",),
+    registry=registry,
+)
 dropped: Final = Counter("headrace_dropped", "Work dropped because a buffer was full.", ("what",), registry=registry)
 
 # An engine's gauges: the path in its statistics, and the help text.

@@ -35,6 +35,7 @@ from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
 from headrace.lab.online.online_lab import OnlineLab
+from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
 
 
@@ -65,6 +66,8 @@ def assemble(
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
+    recorder = Recorder.from_config(config, environ)
+    recorder.follow(accounts.shared)
     observer = RequestObserver.from_config(config, environ)
     computed_metrics.collector.book, computed_metrics.collector.objectives = observer.latencies, observer.objectives
     keeper = None
@@ -89,6 +92,8 @@ def assemble(
         background=BackgroundTasks(),
         observer=observer,
         # A front process forwards its requests, and the process that owns the state watches them.
+        answer_observers=(recorder,),
+        loops=(recorder.run,),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,

@@ -34,6 +34,7 @@ from headrace.gateway.accounts import account_rules as accounts
 from headrace.gateway.degradation.ladder import ladder_config as ladders
 from headrace.gateway.ledger.prices import PriceError, make_price
 from headrace.gateway.routing import routing_checks as routing
+from headrace.lab.recording import recording_rules as recordings
 from headrace.server.http.allowed_hosts import is_loopback
 from headrace.surfaces import SURFACES
 
@@ -78,6 +79,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
             suffix = full.removeprefix(name)[1:]
             where = key_path("models", name, "upstreams", suffix) if suffix else key_path("models", name, "upstream")
             yield from check_upstream(upstream, environ, where)
+    yield from recordings.findings(config.recording, environ)
     served = names_of(config)
     yield from accounts.check_accounts(config, served)
     yield from routing.findings(config.routing, served)

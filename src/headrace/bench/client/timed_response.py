@@ -31,6 +31,16 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int = 0
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
 class _Delta(msgspec.Struct):
     """A delta of a stream, or the message of a whole response."""
 
@@ -73,6 +83,7 @@ class _Chunk(msgspec.Struct):
 
 _T = TypeVar("_T")
 _CHUNK: Final = msgspec.json.Decoder(_Chunk)
+_CALLS: Final = msgspec.json.Decoder(list[_CallDelta])
 
 
 class OutputTally:
@@ -88,6 +99,7 @@ class TimedResponse:
     """Times are seconds of the caller's clock. A response ends with `complete` or `fail`, which sets `error`."""
 
     __slots__ = (
+        "_calls",
         "_done",
         "_events",
         "_last",
@@ -136,6 +148,7 @@ class TimedResponse:
         self.decode_ms: float | None = None
         self.content_parts: list[str] = []  # kept if `keep_text`
         self.reasoning_parts: list[str] = []
+        self._calls: dict[int, list[str]] = {}  # by index: names and arguments of tool calls, kept if `keep_text`
         self.tools = False  # the model called tools, whose tokens are in no text
         self.keep_text = keep_text
         self.body = bytearray()  # of a response that is not streamed
@@ -244,6 +257,8 @@ class TimedResponse:
             if reasoning:
                 output = True
             if self.keep_text:
+                if tools and piece is not None:
+                    self._keep_calls(bytes(piece.tool_calls))
                 if content:
                     self.content_parts.append(content)
                 if reasoning:
@@ -258,6 +273,20 @@ class TimedResponse:
         self.output_times.append(now)
         if self._tally is not None:
             self._tally.outputs += 1
+
+    def _keep_calls(self, raw: bytes) -> None:
+        try:
+            deltas = _CALLS.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # not in OpenAI's form, so there is no name to keep
+        for delta in deltas:
+            parts = self._calls.setdefault(delta.index, ["", ""])
+            parts[0] += delta.function.name or ""
+            parts[1] += delta.function.arguments or ""
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Return the name and the arguments of each tool call, in order. Only with `keep_text`."""
+        return [(self._calls[index][0], self._calls[index][1]) for index in sorted(self._calls)]
 
 
 def _decode_loosely(raw: bytes) -> _Chunk | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from headrace.config import PLAIN_SECTIONS
 from headrace.errors import HeadraceError
 
 KEY: Final = "drill"  # API key, with write access to the admin API
@@ -48,12 +49,14 @@ class DrillError(HeadraceError):
 
 
 class DrillServer:
-    def __init__(self, config: str, *, environ: dict[str, str] | None = None) -> None:
-        """`config` is added to the headrace.toml that sets up the server, the storage and the key."""
+    def __init__(self, config: str, *, environ: dict[str, str] | None = None, name: str = "drill") -> None:
+        """`config` is added to the headrace.toml that sets up the server, the storage and the key. `name` says in
+        errors whose server it is."""
         self.url = ""
+        self._name = name
         self._config = config
-        self._environ = {**os.environ, **(environ or {})}
-        self._folder = tempfile.TemporaryDirectory(prefix="headrace-drill-")
+        self._environ = {**_neutral_environment(), **(environ or {})}
+        self._folder = tempfile.TemporaryDirectory(prefix=f"headrace-{name}-")
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> DrillServer:
@@ -95,7 +98,7 @@ class DrillServer:
         if found is not None:
             self.url = found[1]
         elif process.returncode is not None:
-            raise DrillError(f"The drill's server did not start: {self.log()[-500:].strip()}")
+            raise DrillError(f"The {self._name}'s server did not start: {self.log()[-500:].strip()}")
 
     async def _stop(self) -> None:
         process = self._process
@@ -135,6 +138,12 @@ class DrillServer:
             raise DrillError("The drill's server has no worker process.")
         os.kill(workers[0], signal.SIGKILL)
         return workers[0]
+
+
+def _neutral_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that would override the configuration file."""
+    prefixes = tuple(f"HEADRACE_{section.upper()}_" for section in PLAIN_SECTIONS)
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
 async def wait_for_port(port: int, name: str, process: asyncio.subprocess.Process) -> None:

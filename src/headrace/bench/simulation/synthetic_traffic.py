@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -197,6 +197,7 @@ class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
     priority: int = 0
     deadline: float | None = None  # seconds from its arrival
+    recorded: Any = None  # of a recording: the request and its answers; see headrace.lab.recording
 
 
 def trace_lines(path: Path, most: int) -> Iterator[tuple[int, bytes]]:

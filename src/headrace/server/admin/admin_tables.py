@@ -63,6 +63,7 @@ _SETTINGS: Final[ParameterTable] = {
     ),
     "caches": Parameter("Modes of the response caches that differ from the server's.", CachesConfig),
     "ladder": Parameter("Whether responses may be degraded under pressure.", bool),
+    "record": Parameter("Whether its requests and answers are recorded.", bool),
     "suspended": Parameter("Whether all requests are rejected.", bool),
     "metadata": Parameter("String pairs for your own notes.", _Metadata),
 }

@@ -1,0 +1,1 @@
+"""Replays recorded requests against a server or a model."""
