@@ -36,7 +36,8 @@ def test_precisions_are_compared_with_the_first_and_written_as_json(
     assert [row["weights"] for row in report["variants"]] == expected
     assert all(name in shown for name in expected)
     assert report["variants"][0]["distance"] is None
-    assert report["variants"][6]["distance"]["kl"]["value"] > report["variants"][1]["distance"]["kl"]["value"] > 0
+    bf16, int8, int4 = (report["variants"][row]["distance"]["kl"]["value"] for row in (1, 2, 6))
+    assert int4 > int8 > bf16 >= 0  # bf16 loses nothing where rows and products stay in f32
     assert (report["window"], report["stride"], report["source"]) == (64, 32, "notes.txt")
 
 

@@ -69,6 +69,11 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             "--weights int8 instead.",
             parameter="model",
         )
+    if folder.path.suffix == ".gguf":
+        raise RequestError(
+            f"{folder.path.name} is a GGUF file. Pass the folder in Hugging Face layout that it was made from.",
+            parameter="model",
+        )
     for name in products_of(folder):
         inputs, group = folder.shapes[name][1], recipe.grid(8).group
         if recipe.bits[name] < KEPT and group and inputs % group:

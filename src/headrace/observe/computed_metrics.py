@@ -98,6 +98,11 @@ class LatencyCollector(Collector):
         self.book: LatencyBook | None = None
         self.objectives: Objectives | None = None
 
+    def forget_tenant(self, label: str) -> None:
+        """Drop the series of a tenant label that is no longer used; sums over tenants stay."""
+        if self.book is not None:
+            self.book.forget_tenant(label)
+
     def describe(self) -> list[Metric]:
         return list(_families().values())
 

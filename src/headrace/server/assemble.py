@@ -65,9 +65,9 @@ def assemble(
         semantic.modes = replace(semantic.modes, tenants=CacheModes(accounts.directory, "semantic"))
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
-    metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
     recorder = Recorder.from_config(config, environ)
     recorder.follow(accounts.shared)
+    metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=_forget_tenant).label)
     observer = RequestObserver.from_config(config, environ)
     computed_metrics.collector.book, computed_metrics.collector.objectives = observer.latencies, observer.objectives
     keeper = None
@@ -106,6 +106,11 @@ def assemble_lab(config: Config, services: Services) -> OnlineLab:
     services.answer_observers += lab.observers
     services.loops += lab.loops
     return lab
+
+
+def _forget_tenant(label: str) -> None:
+    metrics.forget_tenant(label)
+    computed_metrics.collector.forget_tenant(label)
 
 
 def _pins(config: Config, fleet: Fleet, accounts: AccountServices) -> PinOperations:

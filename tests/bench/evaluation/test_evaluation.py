@@ -43,7 +43,7 @@ def test_a_table_has_the_reference_first_and_less_fidelity_with_fewer_bits(table
     distances = [row.distance for row in table.variants[1:] if row.distance is not None]
     assert len(distances) == 3
     losses = [found.kl.value for found in distances]
-    assert 0 < losses[0] < losses[1] < losses[2]
+    assert 0 <= losses[0] < losses[1] < losses[2]  # bf16 loses nothing where rows and products stay in f32
     agreements = [found.top1.value for found in distances]
     assert agreements == sorted(agreements, reverse=True)
     sizes = [row.weight_bytes for row in table.variants]

@@ -87,6 +87,21 @@ def test_the_number_of_slices_is_bounded_under_a_hostile_client() -> None:
     assert len(book._known) <= 41  # pyright: ignore[reportPrivateUsage]
 
 
+def test_the_past_of_a_tenant_without_a_label_counts_as_former() -> None:
+    clock = Clock()
+    book = LatencyBook(clock)
+    for tenant in ("acme", "zeta", "acme"):
+        book.record(sample(tenant=tenant))
+        clock.now += 61.0
+    book.forget_tenant("acme")
+    counted = {tenant: row.requests for (tenant,), row in group(book.total(), ("tenant",)).items()}
+    assert counted == {"former": 2, "zeta": 1}
+    book.forget_tenant("zeta")
+    book.record(sample(tenant="acme"))
+    counted = {tenant: row.requests for (tenant,), row in group(book.total(), ("tenant",)).items()}
+    assert counted == {"former": 3, "acme": 1}
+
+
 def test_savings_and_stages_add_up() -> None:
     clock = Clock()
     book = LatencyBook(clock)

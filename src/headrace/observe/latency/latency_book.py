@@ -17,6 +17,7 @@ from headrace.observe.latency.sketch import Sketch
 # In seconds, as docs/reference/metrics.md describes them.
 LATENCIES: Final = ("ttft", "itl", "tpot", "queue", "prefill", "decode", "post", "tokenise", "hop", "e2e")
 OTHER: Final = "other"
+FORMER: Final = "former"  # tenants that have no label of their own any more
 SLOT_S: Final = 60.0
 _KEPT_S: Final = 11 * SLOT_S  # of slots
 _TICK_S: Final = 10.0
@@ -216,6 +217,14 @@ class LatencyBook:
             self._known[coarse] = coarse
             return coarse
         return Slice(OTHER, OTHER, OTHER, OTHER, OTHER, OTHER)
+
+    def forget_tenant(self, label: str) -> None:
+        """Count a tenant's past for the label `former`, so that sums over tenants never fall."""
+        for slice in [slice for slice, known in self._known.items() if known.tenant == label]:
+            del self._known[slice]
+        for rows in (self._total, *(rows for _, rows in self._slots)):
+            for slice in [slice for slice in rows if slice.tenant == label]:
+                add_rows(rows, {slice._replace(tenant=FORMER): rows.pop(slice)})
 
     def _slot(self, now: float) -> Rows:
         slots = self._slots

@@ -213,7 +213,8 @@ async def test_a_head_request_for_the_root_finds_the_server() -> None:
         await client.send(request("HEAD", "/"))
         found = await client.answer(to_head=True)
         assert (found.status, found.headers["content-length"]) == (200, str(len("Ollama is running")))
-        assert (await running.ask("GET", "/")).status == 405
+        page = await running.ask("GET", "/")  # the dashboard, for this machine
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
 @asynchronous
