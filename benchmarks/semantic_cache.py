@@ -35,8 +35,8 @@ from headrace import LLM
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.guards import refusal_reason
 from headrace.gateway.caches.semantic.thresholds import wilson_interval
-from headrace.gateway.caches.semantic.vector_index import ExactVectors
 from headrace.gateway.caches.semantic.verifier import FEATURES, SIGNS, features, fit, score
+from headrace.gateway.vector_index import ExactVectors
 from tests.gateway.caches.semantic.pairs import Pair, Split, pairs
 
 WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/caches/semantic/verifier_weights.py"

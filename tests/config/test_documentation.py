@@ -13,6 +13,7 @@ from headrace.config import (
     AlertsConfig,
     BudgetConfig,
     CachesConfig,
+    CollectionsConfig,
     Config,
     ConfigError,
     ExactConfig,
@@ -52,6 +53,7 @@ EXAMPLE = (ROOT / "examples" / "gateway.toml").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "Top level": Config,
+    "`[collections]`": CollectionsConfig,
     "`[models.NAME]`": ModelConfig,
     "`[[models.NAME.pins]]`": PinConfig,
     "`[models.NAME.options]`": Variant,

@@ -16,6 +16,7 @@ from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.serving.exchange import Caller
 from headrace.models.text.tokenizer import Tokenizer
 
 WIDTH = 64
@@ -49,6 +50,32 @@ class WordEmbedder:
         ]
         total = np.sum(rows, axis=0)
         return (total / np.linalg.norm(total)).astype(np.float32)
+
+
+class WordEncoder:
+    """An encoder of collections, with WordEmbedder's vectors. Counts a word as a token."""
+
+    def __init__(self, name: str = "words", *, context: int = 256) -> None:
+        self.identity = name
+        self.context = context
+        self.embedder = WordEmbedder()
+        self.embedded: list[str] = []  # texts of documents
+        self.callers: list[tuple[str, str]] = []  # tenant and key of each call
+        self.error: Exception | None = None
+        self.held: asyncio.Event | None = None  # calls wait for it
+
+    def count_tokens(self, text: str) -> int:
+        return len(text.split())
+
+    async def embed(self, texts: Sequence[str], caller: Caller, purpose: str) -> NDArray[np.float32]:
+        self.callers.append((caller.tenant, caller.key))
+        if self.held is not None:
+            await self.held.wait()
+        if self.error is not None:
+            raise self.error
+        if purpose == "document":
+            self.embedded += texts
+        return await self.embedder.embed(texts)
 
 
 def asking(

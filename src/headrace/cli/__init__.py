@@ -27,6 +27,7 @@ COMMANDS = {
     "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",
     "chat": "Chat with a model in the terminal.",
+    "collection": "Add documents to collections of a running server, and search them.",
     "completion": "Print a shell's completion script.",
     "compress": "Make a model smaller, and measure what that costs.",
     "config": "Check the configuration, show the effective one, or write a starting point.",

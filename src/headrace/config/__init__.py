@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
+from headrace.config.collection_section import CollectionsConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
@@ -51,6 +52,7 @@ __all__ = [
     "CacheConfig",
     "CacheMode",
     "CachesConfig",
+    "CollectionsConfig",
     "Config",
     "ConfigError",
     "ConfigProblem",
@@ -227,6 +229,7 @@ class Config(Section, frozen=True):
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
     recording: RecordingConfig = RecordingConfig()
+    collections: CollectionsConfig = CollectionsConfig()
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
     slo: dict[str, SloConfig] = msgspec.field(default_factory=dict[str, SloConfig])  # objectives, by surface

@@ -1,7 +1,8 @@
 """The server's sqlite file, used by one thread so that the event loop never waits for a disk.
 
 Owns `headrace.sqlite` in the storage folder, its schema migrations, and the lock that keeps a second server out of the
-folder. The statements belong to the stores (files, batches, responses, ledger, accounts).
+folder. The statements belong to the stores (files, batches, responses, ledger, accounts). Collections, which have much
+data, keep it in a file of their own beside this one, so that neither waits for the other.
 
     event loop ──run(function)──▶ queue, bounded ──▶ thread: BEGIN, function(connection), COMMIT ──▶ result, or ApiError
 
@@ -19,7 +20,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -206,12 +207,16 @@ class Database:
         self,
         folder: Path,
         *,
+        name: str = "headrace",  # of the file and of its lock
+        steps: Sequence[str] = _STEPS,  # its migrations
         waiting: int = 4096,  # statements queued, including the running one
         busy_s: float = 5.0,  # how long a statement waits for another program that locks the file
         limit_bytes: int = 16 * 1024**3,  # 16 GiB, largest file
     ) -> None:
         self.folder = folder.expanduser()
         self.waiting = 0
+        self._name = name
+        self._steps = steps
         self._waiting_limit = waiting
         self._busy_s = busy_s
         self._limit_bytes = limit_bytes
@@ -223,7 +228,7 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         self._lock: int | None = None
         # A daemon, so that a server that dies without `close` does not wait for it. Commits are atomic anyway.
-        self._thread = threading.Thread(target=self._serve, name="headrace-database", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-database", daemon=True)
         self._thread.start()
 
     async def run(self, function: Callable[[sqlite3.Connection], TransactionResult]) -> TransactionResult:
@@ -308,7 +313,7 @@ class Database:
                 self.folder.parent.mkdir(parents=True, exist_ok=True)
                 self.folder.mkdir(mode=0o700, exist_ok=True)
             self._own_folder()
-            path = self.folder / "headrace.sqlite"
+            path = self.folder / f"{self._name}.sqlite"
             # sqlite would use the umask; its other files take the mode of this one.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(path, timeout=self._busy_s, isolation_level=None)
@@ -323,7 +328,7 @@ class Database:
     def _own_folder(self) -> None:
         """Lock the folder: two servers on one folder would run every batch twice."""
         if self._lock is None:
-            lock = os.open(self.folder / "headrace.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self.folder / f"{self._name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 # Not flock: a forked child would keep it after the server's death.
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -345,11 +350,11 @@ class Database:
         (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
         connection.execute(f"PRAGMA max_page_count = {max(1, self._limit_bytes // page_bytes)}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > len(_STEPS):
+        if version > len(self._steps):
             raise NewerSchemaError(
-                f"its schema is version {version}, newer than this version of Headrace supports ({len(_STEPS)})"
+                f"its schema is version {version}, newer than this version of Headrace supports ({len(self._steps)})"
             )
-        for number, step in enumerate(_STEPS[version:], start=version + 1):
+        for number, step in enumerate(self._steps[version:], start=version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {step}; PRAGMA user_version = {number}; COMMIT;")
 
     def _disconnect(self) -> None:

@@ -122,6 +122,13 @@ cache_entries: Final = Gauge(
     registry=registry,
 )
 cache_bytes: Final = Gauge("headrace_cache_bytes", "Bytes in an answer cache.", ("cache",), registry=registry)
+collections: Final = Counter(
+    "headrace_collections",
+    "Events of collections: document_added, document_ready, document_failed, document_removed, chunk_embedded, "
+    "chunk_duplicate, embedding_failed, search, and a search's keyword_skipped, vector_skipped, rerank_skipped.",
+    ("event",),
+    registry=registry,
+)
 semantic: Final = Counter(
     "headrace_semantic_cache",
     "Semantic cache: outcomes, rejections by its guards, comparisons with fresh answers.",

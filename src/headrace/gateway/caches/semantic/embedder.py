@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.caches.semantic.vector_index import unit
 from headrace.gateway.serving.text_evaluation import TextEvaluation
+from headrace.gateway.vector_index import unit
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.gateway.caches.semantic.agreement import AgreementMethod
-from headrace.gateway.caches.semantic.vector_index import EXACT
+from headrace.gateway.vector_index import EXACT
 
 
 class SemanticTuning(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from headrace.server.api.batches.batches import BatchOwner
 from headrace.server.api.chat_completions import CHAT_DIALECT
 from headrace.server.api.completions import COMPLETION_DIALECT
 from headrace.server.api.messages import MESSAGES_DIALECT
-from headrace.server.api.metered_endpoint import run_metered
+from headrace.server.api.metered_endpoint import run_prepared
 from headrace.server.api.response_history import KeptAnswer, ResponseHistory
 from headrace.server.api.responses import read_response_request
 from headrace.server.api.text_endpoint import answer_in_full
@@ -46,7 +46,7 @@ class BatchRunner:
             model = given.get("model", "")
             served = find_model(caller, services.fleet, model)
             prepared = await prepare_embeddings(served, caller, given, limits)
-            answer, _ = await run_metered(services, caller, prepared, url, model=model)
+            answer, _ = await run_prepared(services, caller, prepared, url, model=model)
             return 200, answer
         encoded = json.dumps(body).encode()
         if url == "/v1/responses":

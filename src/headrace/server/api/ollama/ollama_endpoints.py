@@ -17,7 +17,7 @@ from headrace.gateway.accounts.access import find_model, visible_models
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.common_parameters import with_headers
-from headrace.server.api.metered_endpoint import run_metered
+from headrace.server.api.metered_endpoint import run_prepared
 from headrace.server.api.ollama import model_listing
 from headrace.server.api.ollama.model_tags import find_name, tag_of
 from headrace.server.api.ollama.ollama_answers import (
@@ -185,7 +185,7 @@ async def _embed(
         if served.upstream is None:
             asked["truncate"] = cut
         prepared = await prepare_embeddings(served, call.caller, asked, context.config.limits)
-        work = run_metered(context.services, call.caller, prepared, endpoint, model=model)
+        work = run_prepared(context.services, call.caller, prepared, endpoint, model=model)
         call.charged = True
         found, headers = await call.unless_gone(work)
     return {**found, "headers": headers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.gateway.caches.semantic.vector_index import ExactVectors, GrowingVectors, VectorFormat, unit
+from headrace.gateway.vector_index import (
+    ExactVectors,
+    GraphVectors,
+    GrowingVectors,
+    VectorFormat,
+    unit,
+    usearch_index,
+)
 
 WIDTH = 32
 
@@ -138,3 +146,53 @@ def test_usearch_itself_finds_what_the_exact_search_finds() -> None:
         found, wanted = index.search(row, 3), exact.search(row, 3)
         assert [id for id, _ in found] == [id for id, _ in wanted]
         assert [cosine for _, cosine in found] == pytest.approx([cosine for _, cosine in wanted], abs=1e-3)
+
+
+def graph_of(rows: NDArray[np.float32], kind: VectorFormat = "float32") -> GrowingVectors:
+    pytest.importorskip("usearch")
+    index = GrowingVectors(WIDTH, kind=kind, exact=10)
+    index.add_all(np.arange(len(rows)), rows)
+    assert index.approximate
+    return index
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_a_search_among_some_finds_only_these(kind: VectorFormat) -> None:
+    rows = vectors(3000)
+    exact = GrowingVectors(WIDTH, kind=kind)
+    exact.add_all(np.arange(len(rows)), rows)
+    some = [*range(0, 3000, 7)]
+    for among in (some, some[:3], [2999, 5000]):
+        wanted = exact.search_with(rows[1], 5, recall="high", among=among)
+        found = graph_of(rows, kind).search_with(rows[1], 5, recall="high", among=among)
+        assert {id for id, _ in wanted} <= set(among)
+        assert [id for id, _ in found] == [id for id, _ in wanted]
+
+
+def test_more_recall_finds_more_of_the_nearest_and_exact_finds_all() -> None:
+    rows = vectors(4000)
+    index = graph_of(rows)
+    found = {"fast": 0, "high": 0, "exact": 0}
+    for query in vectors(30, seed=1):
+        nearest = set(np.argsort(-(rows @ query))[:10].tolist())
+        for recall in ("fast", "high", "exact"):
+            found[recall] += len(nearest & {id for id, _ in index.search_with(query, 10, recall=recall)})
+    assert found["exact"] == 300
+    assert found["fast"] <= found["high"]
+    assert found["high"] >= 290
+
+
+def test_a_saved_graph_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    rows = vectors(500)
+    index = graph_of(rows)
+    assert index.graph is not None
+    index.graph.save(tmp_path / "graph")
+    made = usearch_index()
+    assert made is not None
+    loaded = GraphVectors(WIDTH, "float32", made, file=tmp_path / "graph")
+    again = GrowingVectors(WIDTH, graph=loaded)
+    assert sorted(again.ids.tolist()) == [*range(500)]
+    assert again.search(rows[3], 4) == index.search(rows[3], 4)
+    (tmp_path / "graph").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="no graph"):
+        GraphVectors(WIDTH, "float32", made, file=tmp_path / "graph")
