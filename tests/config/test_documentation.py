@@ -36,6 +36,7 @@ from headrace.config import (
     names_of,
 )
 from headrace.config import breaker_section as breaker
+from headrace.config import canary_section as canary
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
@@ -83,6 +84,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
+    "`[canary]`": canary.CanaryConfig,
     "`[routing.shadows.NAME]`": routing.ShadowConfig,
     "`[routing.breaker]`": breaker.BreakerConfig,
     "`[routing.health]`": routing.VariantHealthConfig,

@@ -26,6 +26,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 COMMANDS = {
     "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",
+    "canary": "Compare a candidate with the variant it may replace, on a share of the traffic.",
     "chat": "Chat with a model in the terminal.",
     "collection": "Add documents to collections of a running server, and search them.",
     "completion": "Print a shell's completion script.",

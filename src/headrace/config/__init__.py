@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
 from headrace.config.collection_section import CollectionsConfig
+from headrace.config.canary_section import CanaryConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
@@ -53,6 +54,7 @@ __all__ = [
     "CacheMode",
     "CachesConfig",
     "CollectionsConfig",
+    "CanaryConfig",
     "Config",
     "ConfigError",
     "ConfigProblem",
@@ -232,6 +234,7 @@ class Config(Section, frozen=True):
     collections: CollectionsConfig = CollectionsConfig()
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
+    canary: CanaryConfig = CanaryConfig()
     slo: dict[str, SloConfig] = msgspec.field(default_factory=dict[str, SloConfig])  # objectives, by surface
 
 

@@ -159,6 +159,18 @@ route_quality: Final = Histogram(
     buckets=_SHARES,
     registry=registry,
 )
+canary_percent: Final = Gauge(
+    "headrace_canary_percent",
+    "Share of the control's requests that the candidate gets.",
+    ("control", "candidate"),
+    registry=registry,
+)
+canary_events: Final = Counter(
+    "headrace_canary",
+    "Canaries by what the server did: advanced, promoted, rolled_back.",
+    ("candidate", "event"),
+    registry=registry,
+)
 breakers: Final = Counter(
     "headrace_breaker", "State changes of variants' circuit breakers.", ("model", "state"), registry=registry
 )
@@ -223,7 +235,7 @@ _engines: Final = {
 }
 
 
-Metric = TypeVar("Metric", Counter, Histogram)
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 @cache

@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from headrace.config import Config, names_of
 from headrace.config.environment import required_secret
+from headrace.gateway.accounts.access import allows_model
 from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.account_store import AccountStore
 from headrace.gateway.accounts.admin_operations import Actor
+from headrace.gateway.accounts.canary_policies import canary_updater
 from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
@@ -34,6 +36,7 @@ from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
+from headrace.lab.online.lab_store import SqliteLabStore
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
@@ -65,6 +68,10 @@ def assemble(
         semantic.modes = replace(semantic.modes, tenants=CacheModes(accounts.directory, "semantic"))
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
+    dispatcher = Dispatcher(config.routing, fleet)
+    dispatcher.canaries.may_use = allows_model
+    accounts.shared.listen(canary_updater(dispatcher.canaries, fleet.served))
+    metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
     recorder = Recorder.from_config(config, environ)
     recorder.follow(accounts.shared)
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=_forget_tenant).label)
@@ -84,7 +91,7 @@ def assemble(
         currency=config.ledger.currency,
         exact=exact,
         semantic=semantic,
-        dispatcher=Dispatcher(config.routing, fleet),
+        dispatcher=dispatcher,
         ladder=Ladder.from_config(config.surfaces),
         pressure=PressureMonitor(),
         shaping=config.shaping,
@@ -100,11 +107,13 @@ def assemble(
     )
 
 
-def assemble_lab(config: Config, services: Services) -> OnlineLab:
+def assemble_lab(config: Config, services: Services, database: Database) -> OnlineLab:
     """Build what proves itself on live traffic, and let it see the answers of these services."""
-    lab = OnlineLab.from_config(config, services)
+    lab = OnlineLab.from_config(config, services, SqliteLabStore(database))
     services.answer_observers += lab.observers
     services.loops += lab.loops
+    if services.keeper is not None and lab.canaries is not None:
+        services.keeper.feedback.heard = lab.canaries.hear
     return lab
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.config import (
+    CanaryConfig,
     Config,
     FastConfig,
     KeyConfig,
@@ -83,6 +84,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
     served = names_of(config)
     yield from accounts.check_accounts(config, served)
     yield from routing.findings(config.routing, served)
+    yield from _canary(config.canary, served)
     for name, each in config.prices.items():
         yield from _price(name, each, served)
     yield from _caches(config, served)
@@ -91,6 +93,14 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
             "storage.files_bytes",
             f"expected at least storage.file_bytes ({config.storage.file_bytes}), found {config.storage.files_bytes}",
         )
+
+
+def _canary(config: CanaryConfig, served: Sequence[str]) -> Iterator[Finding]:
+    if not config.stages or list(config.stages) != sorted(set(config.stages)):
+        yield "canary.stages", f"expected ascending percentages such as [5, 25, 50], found {list(config.stages)}"
+    if config.reference is not None and config.reference not in served:
+        known = ", ".join(map(quoted, served))
+        yield "canary.reference", f"unknown variant {quoted(config.reference)}; known variants: {known}"
 
 
 def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
-from headrace.server.admin import history_routes, lab_routes, live_routes, pin_routes
+from headrace.server.admin import canary_routes, history_routes, lab_routes, live_routes, pin_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     chat_completions,
@@ -55,6 +55,7 @@ def all_routes(
         *lab_routes.routes(administration, lab),
         *history_routes.routes(administration, context),
         *collection_endpoints.routes(context, durable.collections, durable.files),
+        *canary_routes.routes(administration, lab, processes=context.config.server.processes),
         *file_endpoints.routes(context, durable.files),
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),

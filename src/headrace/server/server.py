@@ -117,7 +117,7 @@ class Server:
         config = self.config
         self.database = Database(config.storage.path)
         self.services = services = assemble(config, self.fleet, self.database, os.environ)
-        lab = assemble_lab(config, services)
+        lab = assemble_lab(config, services, self.database)
         ledger = services.ledger
         usage = LedgerUsage(ledger, currency=config.ledger.currency) if isinstance(ledger, Ledger) else None
         self.administration = Administration(config, services.accounts, usage)

@@ -20,7 +20,8 @@ from headrace.gateway.limits.limit_scopes import LimitSet
 
 log: Final = logging.getLogger(__name__)
 
-RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin"]
+RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin", "canary"]
+CanaryPhase = Literal["running", "promoted", "rolled_back"]
 
 
 class KeyScope(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -93,7 +94,28 @@ class PinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: int
 
 
-RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord | PinRecord
+class CanaryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A candidate that takes a share of a variant's requests. The record's id is that variant, the control."""
+
+    run: str  # unique; measurements belong to it
+    candidate: str
+    stages: tuple[float, ...]  # percent of the requests, ascending
+    stage: int = 0
+    phase: CanaryPhase = "running"
+    unit: Literal["conversation", "tenant"] = "conversation"
+    auto: bool = False  # advances and is promoted without an administrator
+    since: int  # start of the canary
+    changed: int  # start of the stage or the phase
+    by: str  # key that changed it last
+    reason: str = ""
+
+    @property
+    def percent(self) -> float:
+        """Return the candidate's share of the control's requests."""
+        return {"running": self.stages[self.stage], "promoted": 100.0, "rolled_back": 0.0}[self.phase]
+
+
+RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord | PinRecord | CanaryRecord
 RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "tenant": TenantRecord,
     "key": KeyRecord,
@@ -101,6 +123,7 @@ RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "invalidation": InvalidationRecord,
     "mark": MarkRecord,
     "pin": PinRecord,
+    "canary": CanaryRecord,
 }
 KEYS_MARK: Final = "keys"
 ALL_TENANTS: Final = "*"  # id of the fast record for all tenants; not a valid tenant name

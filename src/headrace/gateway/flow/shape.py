@@ -20,6 +20,7 @@ async def shape(state: FlowState) -> None:
         exchange.text_request, shaping.sources = number_sources(
             text_request, exchange.served, services.shaping, sources_limit
         )
+        exchange.sources = () if shaping.sources is None else shaping.sources.sources
         changes = () if shaping.sources is None else shaping.sources.changes
         limit, history_limit = shaping.prompt_limit, None if plan is None else plan.history_tokens
         if history_limit is not None:

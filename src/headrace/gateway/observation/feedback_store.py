@@ -79,6 +79,7 @@ class FeedbackStore:
         self._requests = requests
         self._outcomes = outcomes
         self._clock = clock
+        self.heard: Callable[[str, str, float], None] | None = None  # told each outcome: response, name, value
         self._waiting: deque[tuple[str, str, str, AnsweredRequest]] = deque(maxlen=_WAITING)
         self._flushing = asyncio.Lock()
         self.filling = asyncio.Event()  # requests would soon be dropped
@@ -168,6 +169,8 @@ class FeedbackStore:
         id, model, found = await self._database.run(put)
         for name, value in values.items():
             metrics.count_outcome(name, value, model, tenant)
+            if self.heard is not None:
+                self.heard(id, name, value)
         return id, found
 
     def _find(self, connection: sqlite3.Connection, tenant: str, request: str) -> tuple[str, AnsweredRequest]:

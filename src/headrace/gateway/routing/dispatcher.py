@@ -11,6 +11,7 @@ from typing import Final
 
 from headrace.config import RoutingConfig
 from headrace.gateway.requests.text_request import Choice, TextRequest
+from headrace.gateway.routing.canary_routes import CanaryRoutes
 from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
@@ -31,17 +32,19 @@ class Dispatcher:
         self._fleet = fleet
         self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
         self.router = Router(config, self._why_unavailable)
+        self.canaries = CanaryRoutes(config.conversation, self._why_unavailable)
         self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
         self._composer = PlanComposer(self._part, self.health, self._hedgings, own_breakers=upstreams)
 
     def route(self, exchange: Exchange) -> RoutePlan:
-        return RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
+        plan = RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
+        return self.canaries.apply(exchange, plan) if self.canaries.by_control else plan
 
     def generation(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
         """Return what carries out the plan. Nothing of it runs yet."""
         is_plain = not plan.steps and plan.cascade is None and plan.variant not in self._hedgings
-        if is_plain and self.router.idle:
+        if is_plain and self.router.idle and not plan.arm:
             return self._plain(exchange)
         for decision in plan.decisions:
             metrics.of(metrics.routes, decision.stage, decision.chosen).inc()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -38,6 +38,8 @@ class RoutePlan(msgspec.Struct, frozen=True):
     diverged: str = "error"
     cascade: CascadeConfig | None = None  # with its threshold resolved
     decisions: tuple[RoutingDecision, ...] = ()
+    arm: Literal["", "control", "candidate"] = ""  # of the canary that the request takes part in
+    control: str = ""  # its control
 
     @property
     def small(self) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.gateway.requests.text_request import TextRequest, TokenUsage, combine_usages
+from headrace.gateway.requests.text_request import SourceText, TextRequest, TokenUsage, combine_usages
 from headrace.observe.traces.timeline import GenerationTimes, Timeline, seconds_by_stage
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     endpoint: str = ""  # the route's path
     surface: str = ""  # set by `identify`
     prompts: dict[str, list[Prompt]] = {}  # by variant, once tokenised
+    sources: tuple[SourceText, ...] = ()  # numbered in the prompt, from 1; set by `shape`
     route: str = "direct"  # how it was routed, set by `settle`: a stage of routing, or the cache that answered
     answered_by: str = ""  # exact, stale, shared, semantic or extract; empty for an engine or an upstream
     cut_by: str = ""  # what ended the answer early: limit or budget

@@ -22,17 +22,17 @@ MOST_LISTED: Final = 1000
 _LONGEST: Final = 200  # characters of a name or a reason
 
 # Strings that are shown and logged: printable characters, bounded length.
-_Line = Annotated[
+Line = Annotated[
     str, Meta(min_length=1, max_length=_LONGEST, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+$")
 ]
 _Text = Annotated[str, Meta(min_length=1)]
-_Names = Annotated[tuple[_Line, ...], Meta(max_length=256)]
+_Names = Annotated[tuple[Line, ...], Meta(max_length=256)]
 _Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
 _Surfaces = Annotated[tuple[_Surface, ...], Meta(max_length=len(SURFACES))]
 _Profile = Literal["standard", "fast", "golden"]
 _Profiles = Annotated[tuple[_Profile, ...], Meta(max_length=3)]
-_ModelLimits = Annotated[dict[_Line, LimitSet], Meta(max_length=256)]
-_Metadata = Annotated[dict[_Line, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+_ModelLimits = Annotated[dict[Line, LimitSet], Meta(max_length=256)]
+_Metadata = Annotated[dict[Line, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 _Budgets = Annotated[tuple[BudgetConfig, ...], Meta(max_length=64)]
 _Seconds = Annotated[float, Meta(gt=0, le=10 * 366 * 86_400)]  # seconds
 _Time = Annotated[int, Meta(ge=0, le=2**40)]  # seconds since 1970
@@ -67,14 +67,14 @@ _SETTINGS: Final[ParameterTable] = {
     "suspended": Parameter("Whether all requests are rejected.", bool),
     "metadata": Parameter("String pairs for your own notes.", _Metadata),
 }
-TENANT: Final[ParameterTable] = {"name": Parameter("Name of the tenant.", _Line, required=True), **_SETTINGS}
+TENANT: Final[ParameterTable] = {"name": Parameter("Name of the tenant.", Line, required=True), **_SETTINGS}
 TENANT_CHANGE: Final[ParameterTable] = {
     **_SETTINGS,
     "unset": Parameter("Settings to reset to their defaults.", tuple[Literal[tuple(_SETTINGS)], ...]),  # pyright: ignore[reportInvalidTypeForm]
 }
 KEY: Final[ParameterTable] = {
-    "name": Parameter("Name that says what the key is for.", _Line, required=True),
-    "tenant": Parameter("Tenant that the key belongs to.", _Line, required=True),
+    "name": Parameter("Name that says what the key is for.", Line, required=True),
+    "tenant": Parameter("Tenant that the key belongs to.", Line, required=True),
     **_SCOPE,
     "admin": Parameter("Access to the admin API: read or write. Default: none.", Rights),
     "surface": Parameter("Surface of requests that name none.", _Surface),
@@ -92,20 +92,20 @@ ROTATE: Final[ParameterTable] = {
 FAST: Final[ParameterTable] = {
     "on": Parameter("Whether fast mode is on; false exempts a tenant while it is on for all.", bool),
     "ttl_s": Parameter("Seconds until the switch expires.", _Seconds, required=True),
-    "reason": Parameter("Reason, written to the audit log.", _Line, required=True),
+    "reason": Parameter("Reason, written to the audit log.", Line, required=True),
 }
 INVALIDATE: Final[ParameterTable] = {
     "tags": Parameter("Invalidate entries with these tags.", _Names),
     "events": Parameter("Invalidate entries with the tags of these configured events.", _Names),
-    "tenant": Parameter("Only entries of this tenant.", _Line),
+    "tenant": Parameter("Only entries of this tenant.", Line),
     "all": Parameter("Invalidate every entry; needed without tags and events.", bool),
 }
 PIN: Final[ParameterTable] = {
-    "name": Parameter("Name, shown in lists and logs.", _Line, required=True),
-    "model": Parameter("Model, which includes its variants, or one variant.", _Line, required=True),
+    "name": Parameter("Name, shown in lists and logs.", Line, required=True),
+    "model": Parameter("Model, which includes its variants, or one variant.", Line, required=True),
     "system": Parameter("System message of chats, written by the model's chat template.", _Text),
     "text": Parameter("Beginning of a completion's prompt. Set either this or 'system'.", _Text),
-    "tenant": Parameter("Tenant whose requests find it.", _Line),
+    "tenant": Parameter("Tenant whose requests find it.", Line),
     "public": Parameter("Whether the requests of all tenants find it. Set either this or 'tenant'.", bool),
 }
 # Query parameters of a usage export.

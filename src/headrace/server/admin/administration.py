@@ -41,11 +41,12 @@ class Administration:
         """Return a route of the admin API that is defined elsewhere."""
         return self._routes.route(method, path, work, about, table, open_here=open_here)
 
-    async def given(self, call: ApiCall, table: ParameterTable) -> dict[str, Any]:
-        """Read and convert the body of a call."""
-        return await self._routes.given(call, table)
+    async def given(self, call: ApiCall, table: ParameterTable, *, empty: bool = False) -> dict[str, Any]:
+        """Return the parameters of a call's body. `empty`: the body may be missing."""
+        return await self._routes.given(call, table, empty=empty)
 
     def who(self, call: ApiCall) -> Actor:
+        """Return who makes the call, for the audit log."""
         return self._routes.who(call)
 
     async def start(self, application: Application) -> None:
