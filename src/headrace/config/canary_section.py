@@ -25,7 +25,7 @@ class CanaryConfig(Section, frozen=True):
     worse: Tolerance = 0.02  # by which quality, feedback and failed checks may be worse, 0 to 1
     failures: Tolerance = 0.01  # by which the share of failed requests may be higher
     reference: Text | None = None  # variant that quality is measured against; default: quality is not measured
-    outcome: Text = "thumb"  # name of the feedback that counts, 0 to 1
+    outcome: Text = "thumbs"  # name of the feedback that counts, 0 to 1
     pairs: Share = 0.1  # share of requests that the other variants answer, too, to compare
     tokens_per_day: Count = 1_000_000  # tokens of these copies per day (UTC)
     concurrent: Annotated[int, Meta(ge=1, le=64)] = 1  # copies at once

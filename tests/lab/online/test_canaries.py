@@ -176,7 +176,7 @@ async def test_feedback_counts_for_the_arm_that_answered(tmp_path: Path) -> None
         await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
         await ask_many(running, 20)
         for id, (_, _, arm) in dict(canaries._arm_of).items():
-            values = {"thumb": -1.0 if arm == "candidate" else 1.0, "other": 0.5}
+            values = {"thumbs": -1.0 if arm == "candidate" else 1.0, "other": 0.5}
             answer = await running.ask("POST", "/v1/feedback", {"request_id": id, "outcomes": values}, **CALLING)
             assert answer.status == 200, answer.body
         assert not canaries._arm_of  # each counts once
