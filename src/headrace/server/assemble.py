@@ -71,7 +71,6 @@ def assemble(
     dispatcher = Dispatcher(config.routing, fleet)
     dispatcher.canaries.may_use = allows_model
     accounts.shared.listen(canary_updater(dispatcher.canaries, fleet.served))
-    metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=metrics.forget_tenant).label)
     recorder = Recorder.from_config(config, environ)
     recorder.follow(accounts.shared)
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=_forget_tenant).label)
