@@ -6,6 +6,7 @@ run takes as long as its work. Times are those of the engine's loop: no network 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -70,15 +71,23 @@ def run_jobs(
     batching: BatchingMode = "continuous",
     batch: int = 8,
     speculate: bool = True,
+    users: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> EngineRun:
     """Run all jobs to their end.
 
     `static` starts a batch of `batch` requests and the next one when all of it has ended; `serial` runs one at a time.
+    With `users`, jobs arrive as so many users send them: the next one when one has ended, whatever their times say.
     Raise HeadraceError if the engine rejects a request or fails one.
     """
     engine = opened.engine
-    waiting = deque(sorted(range(len(jobs)), key=lambda number: jobs[number].at))
+    order = range(len(jobs)) if users else sorted(range(len(jobs)), key=lambda number: jobs[number].at)
+    waiting = deque(order)
+    # Of a job that waits for a user, the arrival is not known yet.
+    arrival = [0.0 if number < users else math.inf for number in order] if users else [job.at for job in jobs]
+    unsent = deque(order)
+    for _ in range(min(users or 0, len(jobs))):
+        unsent.popleft()
     size = {"continuous": len(jobs), "static": batch, "serial": 1}[batching]
     ttft, e2el = [0.0] * len(jobs), [0.0] * len(jobs)
     itl: list[float] = []
@@ -91,11 +100,11 @@ def run_jobs(
     began, skipped = clock(), 0.0
     while waiting or running:
         now = clock() - began + skipped
-        if not running and waiting and jobs[waiting[0]].at > now:
-            skipped += jobs[waiting[0]].at - now
-            now = jobs[waiting[0]].at
+        if not running and waiting and arrival[waiting[0]] > now:
+            skipped += arrival[waiting[0]] - now
+            now = arrival[waiting[0]]
         room = size - running if batching != "static" or not running else 0
-        while waiting and room > 0 and jobs[waiting[0]].at <= now:
+        while waiting and room > 0 and arrival[waiting[0]] <= now:
             number = waiting.popleft()
             job = jobs[number]
             admission = engine.submit(
@@ -107,7 +116,7 @@ def run_jobs(
                     salt=job.tenant,
                     surface=job.surface,
                     speculate=speculate,
-                    arrival=time.monotonic() - (now - job.at),  # on the engine's clock
+                    arrival=time.monotonic() - (now - arrival[number]),  # on the engine's clock
                 )
             )
             if not admission.accepted:
@@ -121,7 +130,7 @@ def run_jobs(
             now = clock() - began + skipped
             if output.tokens:
                 if not tokens[number]:
-                    ttft[number] = now - jobs[number].at
+                    ttft[number] = now - arrival[number]
                 else:
                     itl.append(now - last[number])
                 last[number] = now
@@ -129,8 +138,10 @@ def run_jobs(
             if output.ending is not None:
                 if output.ending.finish not in (FinishReason.STOP, FinishReason.LENGTH):
                     raise HeadraceError(f"A request of the measurement ended early: {output.ending.finish}")
-                e2el[number] = now - jobs[number].at
+                e2el[number] = now - arrival[number]
                 running -= 1
+                if users and unsent:
+                    arrival[unsent.popleft()] = now
     speculator = engine.speculator
     return EngineRun(
         seconds=clock() - began,

@@ -49,6 +49,7 @@ COMMANDS = {
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
     "status": "Show a running server: its variants, queue, throughput and tenants.",
     "trace": "Print where the time of one request of a running server went.",
+    "tune": "Find the settings that serve your traffic fastest on this machine, and prove each.",
 }
 
 app = App(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from headrace.bench.report.charts import histograms, percentile_charts, request_bars, time_lines
 from headrace.bench.report.load_charts import load_charts
-from headrace.bench.report.markup import Html, join, tag
+from headrace.bench.report.markup import Html, join, page, tag
 from headrace.bench.report.report_tables import (
     ReportedRun,
     errors_table,
@@ -62,31 +60,13 @@ def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str =
         title = "Benchmark of " + ", ".join(run.name for run in runs)
     style = web_text("base.css", "charts.css") + (_HERE / "report.css").read_text(encoding="utf-8")
     script = web_text("theme.js", "tooltips.js") + (_HERE / "report.js").read_text(encoding="utf-8")
-    # Nothing may be loaded. Even if escaping failed, no other script could run: only this digest is allowed.
-    own = f"style-src {_digest(style)}; script-src {_digest(script)}"
-    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("title", clean(title, 120)),
-        Html(f"<style>{style}</style>"),
-    )
-    body = tag(
-        "body",
+    parts = (
         _header(runs, title),
         tag("main", *_main(runs, machine)),
         _footer(),
         tag("div", id="tip", role="status", hidden="hidden"),
-        Html(f"<script>{script}</script>"),
     )
-    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return page(title, *parts, style=style, script=script)
 
 
 def _header(runs: Sequence[ReportedRun], title: str) -> Html:

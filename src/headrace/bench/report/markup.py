@@ -1,7 +1,9 @@
-"""Builds the HTML of a report: elements that escape their text."""
+"""Builds the HTML of a report: elements that escape their text, and a page that loads nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 from typing import Final
 
@@ -35,6 +37,27 @@ def tag(name: str, /, *parts: str, **attributes: str | float | None) -> Html:
 
 def join(*parts: Html) -> Html:
     return Html("".join(parts))
+
+
+def page(title: str, *body: Html, style: str, script: str) -> str:
+    """Build a whole page. Its style and script are inline."""
+    # Nothing may be loaded. Even if escaping failed, no other script could run: only this digest is allowed.
+    own = f"style-src {_digest(style)}; script-src {_digest(script)}"
+    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="referrer", content="no-referrer"),
+        tag("title", clean(title, 120)),
+        Html(f"<style>{style}</style>"),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}{tag("body", *body, Html(f"<script>{script}</script>"))}</html>\n'
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def short(value: float) -> str:

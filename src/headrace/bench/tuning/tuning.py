@@ -1,0 +1,205 @@
+"""Runs a tuning: the levels in order on the engine, the bottleneck before and after, and the first against the last."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+import headrace._core as _core
+from headrace.bench.evaluation.documents import Document, read_prompts, read_text
+from headrace.bench.machine import bandwidth
+from headrace.bench.roofline import decode_bytes
+from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
+from headrace.bench.tuning.engine_machine import EngineMachine
+from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_setting, tuning_levels
+from headrace.bench.tuning.quality_gate import GateRules
+from headrace.bench.tuning.search import (
+    Comparison,
+    Level,
+    LevelResult,
+    Noise,
+    Rules,
+    Setting,
+    compare_settings,
+    walk_levels,
+)
+from headrace.bench.tuning.tune_report import TuneReport, TuneState, read_state, state_digest
+from headrace.bench.tuning.tuning_traffic import TuningTraffic, tuning_traffic
+from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.errors import RequestError
+from headrace.models.formats.atomic_file import new_file
+from headrace.models.model_folder import find_model, open_model
+from headrace.models.precision import parse_plan
+
+Origin = Literal["defaults", "naive"]
+_OVERALL: Final = Level(name="overall", what="", choices=())
+_FIRST_NUMBER: Final = 1_000_000  # of the measurements of the whole, apart from those of the levels
+
+
+class TuneOptions(msgspec.Struct, frozen=True, kw_only=True):
+    trace: Path | None = None
+    workload: str = "chat"
+    requests: int = 12
+    users: int = 4
+    scale: float = 1.0
+    objectives: dict[str, float] = {}
+    prompts: Path | None = None
+    gate: GateRules = GateRules()
+    origin: Origin = "defaults"
+    draft: str | None = None
+    smaller: str | None = None
+    levels: Sequence[str] = ()  # empty: all
+    minutes: float = 10.0
+    state: Path | None = None
+    price: float = 0.0
+    cache: bool = True
+    seed: int = 0
+    rules: Rules = Rules()
+    bottleneck: bool = True
+
+
+def tune(
+    model: str,
+    options: TuneOptions,
+    *,
+    report_progress: Callable[[str], None] = lambda _text: None,
+    on_result: Callable[[LevelResult], None] = lambda _result: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TuneReport:
+    began = clock()
+    folder = open_model(find_model(model))
+    if folder.spec.kind != "decoder":
+        raise RequestError(f"{folder.spec.architecture} generates no text. Tune a decoder.", parameter="model")
+    traffic = tuning_traffic(
+        options.trace,
+        options.workload,
+        requests=options.requests,
+        users=options.users,
+        scale=options.scale,
+        seed=options.seed,
+    )
+    prompts: list[Document] = []
+    if options.prompts is not None:
+        if not options.prompts.is_file():
+            raise RequestError(f"There is no file {options.prompts}.", parameter="prompts")
+        prompts = (read_prompts if options.prompts.suffix == ".jsonl" else read_text)(options.prompts)
+    inputs = TuningInputs(
+        spec=folder.spec,
+        traffic=traffic.profile,
+        cores=usable_cores(),
+        stored=any(folder.weights.layout(part.name) is not None for part in folder.sources["layers.0.attn.o"]),
+        gate=bool(prompts),
+        users=traffic.at_once,
+        draft=options.draft,
+        smaller=options.smaller,
+    )
+    start = naive_setting(inputs) if options.origin == "naive" else default_setting(inputs)
+    levels = _chosen(tuning_levels(inputs), options.levels)
+    chats = prompts if options.prompts is not None and options.prompts.suffix == ".jsonl" else []
+    machine = EngineMachine(
+        model,
+        traffic,
+        objectives=options.objectives,
+        reference=start,
+        prompts=prompts,
+        job_prompts=chats,
+        prompts_name="" if options.prompts is None else options.prompts.name,
+        rules=options.gate,
+        cache=options.cache,
+        price=options.price,
+        seed=options.seed,
+    )
+    digest = state_digest(
+        model=str(folder.path),
+        traffic=traffic.name,
+        profile=msgspec.to_builtins(traffic.profile),
+        users=traffic.users,
+        requests=options.requests,
+        objectives=options.objectives,
+        prompts=options.prompts,
+        start=start,
+        levels=msgspec.to_builtins(levels),
+        gate=msgspec.to_builtins(options.gate),
+        seed=options.seed,
+    )
+    done = read_state(options.state, digest)
+    kept = list(done)
+
+    def remember(result: LevelResult) -> None:
+        kept.append(result)
+        if options.state is not None:
+            with new_file(options.state) as file:
+                file.write(msgspec.json.encode(TuneState(digest=digest, results=kept)))
+        on_result(result)
+
+    report_progress("the first setting")
+    before = _bottleneck(machine, start, traffic) if options.bottleneck else None
+    report_progress("levels")
+    results = walk_levels(
+        start,
+        levels,
+        machine,
+        options.rules,
+        out_of_time=lambda: clock() - began > 60.0 * options.minutes,
+        done=done,
+        on_result=remember,
+    )
+    final = results[-1].setting if results else start
+    overall: Comparison | None = None
+    after = before
+    if final != start:
+        report_progress("the last setting against the first")
+        numbers = itertools.count(_FIRST_NUMBER)
+        rules = msgspec.structs.replace(options.rules, most_pairs=max(3, options.rules.least_pairs))
+        overall = compare_settings(_OVERALL, start, final, machine, rules, numbers, Noise())
+        after = _bottleneck(machine, final, traffic) if options.bottleneck else None
+    return TuneReport(
+        model=model,
+        cpu=machine.cpu,
+        isa=_core.isa_default(),
+        traffic=traffic.name,
+        profile=traffic.profile,
+        requests=len(machine.jobs(0)),
+        users=traffic.users,
+        objectives=options.objectives,
+        start=start,
+        final=final,
+        results=results,
+        overall=overall,
+        before=before,
+        after=after,
+        measurements=machine.measurements,
+        seconds=clock() - began,
+    )
+
+
+def _chosen(levels: list[Level], names: Sequence[str]) -> list[Level]:
+    known = [level.name for level in levels]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"Unknown level '{name}'. Expected one of {', '.join(known)}.", parameter="level")
+    return [level for level in levels if not names or level.name in names]
+
+
+def _bottleneck(machine: EngineMachine, setting: Setting, traffic: TuningTraffic) -> Bottleneck:
+    sample = machine.measure(setting, _FIRST_NUMBER)
+    variant = machine.variant(setting)
+    plan = parse_plan(variant.weights, keep=variant.keep)
+    folder = machine.folder_of(setting)
+    size = decode_bytes(folder.spec, plan)
+    pool = _core.Pool(usable_cores())
+    return find_bottleneck(
+        folder,
+        variant,
+        setting,
+        machine.probes(),
+        bandwidth(pool, size),
+        machine.jobs(_FIRST_NUMBER),
+        sample.figures,
+        reused=traffic.profile.reused,
+    )
