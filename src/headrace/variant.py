@@ -39,6 +39,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     most_drafts: int = 8  # draft tokens for one sequence in one step
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # token ids that every tenant may share
     saved_prefixes: str | None = None  # a folder where pinned prefixes survive a restart
+    kv_memory_bytes: int = 0  # of host memory for the KV of conversations that left the KV cache
+    kv_disk_bytes: int = 0  # of disk for it, in `kv_disk_folder`
+    kv_disk_folder: str | None = None
+    kv_disk_key_env: str | None = None  # environment variable with the key that encrypts it
     surfaces: dict[str, SurfaceOptions] = {}  # changes to the default surfaces
     checks: bool = False  # check the block accounting whenever the engine is idle: for tests and debugging
 

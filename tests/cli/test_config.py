@@ -146,11 +146,17 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     # Of these one is to be chosen, and those that are empty stand for nothing.
     left_out = re.compile(
         r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|draft_model|group|'
+        r"kv_disk_(folder|key)|"
         r"(split|cascade|chain|calibration) ="
     )
     chosen = [line for line in uncommented().splitlines() if not left_out.match(line)]
     Path("all.toml").write_text("\n".join(chosen), encoding="utf-8")
     config = load_config(Path("all.toml"), environ={"TEAM_KEY": "sk-1", "UPSTREAM_KEY": "sk-2"})
-    assert set(config.models["mini"].options) == set(OPTIONS) - {"draft_model", "group"}
+    assert set(config.models["mini"].options) == set(OPTIONS) - {
+        "draft_model",
+        "group",
+        "kv_disk_folder",
+        "kv_disk_key_env",
+    }
     assert config.tenants["acme"].model_limits["mini"].concurrent == 10
     assert config.routing.rules[0].variant == "mini@int4"

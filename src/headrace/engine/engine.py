@@ -27,6 +27,7 @@ from headrace.engine.interface.outputs import SequenceOutput
 from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
 from headrace.engine.interface.sampling import MOST_LOGPROBS, SampleRow
 from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.kv_tiers import KvTiers
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.step_plan import AdmissionDecision, SequenceEvent, ShareOutcome, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
@@ -95,6 +96,7 @@ class Engine:
         *,
         grammars: GrammarCompiler | None = None,
         speculator: Speculator | None = None,
+        tiers: KvTiers | None = None,
         step_time: StepTimeModel | None = None,
         sequences: int = 64,
         clock: Callable[[], float] = time.monotonic,
@@ -106,6 +108,7 @@ class Engine:
         self.blocks = blocks
         self.tokenizer = tokenizer
         self.timing = EngineTiming()
+        self._tiers = tiers
         self._spec = executor.spec
         self._after_pooling = executor.after_pooling if self._spec.pooled_layers else _unchanged
         self._grammars = grammars
@@ -265,6 +268,8 @@ class Engine:
         if self.speculator is not None and self._decoding:
             self._draft(self.speculator, self._decoding)
         plan = self.scheduler.plan(now)
+        if self._tiers is not None:
+            self._tiers.save_evicted()  # before the step writes into their blocks
         if plan is None:
             self._results_at = 0.0
             return None
@@ -324,6 +329,8 @@ class Engine:
     def prepare(self) -> None:
         """Build the sampler's rows, with the grammar masks that were computed meanwhile."""
         step = self._step
+        if self._tiers is not None and step is not None:
+            self._tiers.work()
         if step is None or step.plan.hidden or step.rows is not None:
             return
         began = self._clock()
@@ -439,6 +446,10 @@ class Engine:
         if self._checks:
             self.blocks.check()
 
+    def rest(self) -> bool:
+        """Do a little of what can wait, when the engine is idle. Return whether there is more."""
+        return self._tiers is not None and self.idle and self._tiers.rest()
+
     def drain(self) -> None:
         """Admit no more requests."""
         self.scheduler.drain()
@@ -455,6 +466,8 @@ class Engine:
             "beside_seconds": timing.beside,
             "scheduler": self.scheduler.stats(),
             "blocks": self.blocks.stats(),
+            "contiguous_tokens": self.scheduler.contiguous_tokens,
+            **({"tiers": self._tiers.stats()} if self._tiers is not None else {}),
             **({"core": self._core} if self._core else {}),
         }
 
@@ -462,6 +475,8 @@ class Engine:
         if self._step is not None:
             self.executor.collect(self._step.ticket)
             self._step = None
+        if self._tiers is not None:
+            self._tiers.close()
         if self._grammars is not None:
             self._grammars.close()
         drafter = None if self.speculator is None else self.speculator.drafter

@@ -213,6 +213,20 @@ _ENGINE: Final = {
     "blocks_free": (("blocks", "free"), "Free KV blocks."),
     "blocks_unfilled_tokens": (("blocks", "unfilled"), "Tokens reserved in KV blocks and not used yet."),
     "evictions": (("blocks", "evictions"), "Cached KV blocks evicted since the start."),
+    "contiguous_tokens": (
+        ("contiguous_tokens",),
+        "Tokens that running sequences would reserve if each had one range for all it may become.",
+    ),
+    "tier_memory_bytes": (("tiers", "memory_bytes"), "KV in the host memory tier."),
+    "tier_memory_hits": (("tiers", "memory_hits"), "KV blocks that came back from host memory since the start."),
+    "tier_disk_bytes": (("tiers", "disk", "bytes"), "KV in the disk tier."),
+    "tier_disk_hits": (("tiers", "disk_hits"), "KV blocks that came back from disk since the start."),
+    "tier_disk_written": (("tiers", "disk", "written"), "KV blocks written to disk since the start."),
+    "tier_disk_corrupt": (("tiers", "disk", "corrupt"), "Damaged or foreign files of KV that were removed."),
+    "tier_disk_failed": (("tiers", "disk", "failed"), "Reads and writes of KV that the disk failed."),
+    "tier_dropped": (("tiers", "dropped"), "KV blocks that left the tiers unwritten since the start."),
+    "tier_recalled_tokens": (("tiers", "recalled_tokens"), "Tokens that tiers saved from being computed again."),
+    "tier_recall_seconds": (("tiers", "recall_seconds"), "Seconds spent bringing KV back."),
 }
 _core_seconds: Final = Gauge(
     "headrace_engine_core_seconds",

@@ -16,6 +16,7 @@ from headrace.config.toml_text import key_path, quoted
 from headrace.config.value_types import Finding
 from headrace.engine.executors.cpu_executor import check_options, memory_of
 from headrace.engine.executors.memory import gib, installed_memory
+from headrace.engine.memory.kv_cipher import KvCipher
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.model_folder import ModelFolder, is_downloadable, local_model, open_model
 from headrace.models.sources.downloaded_models import package_name
@@ -26,12 +27,12 @@ from headrace.variant import Variant
 def check_deployment(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of `check_config`, and those of this machine."""
     yield from check_config(config, environ)
-    yield from _models(config)
+    yield from _models(config, environ)
     yield from _stores(config, environ)
     yield from _storage(config)
 
 
-def _models(config: Config) -> Iterator[Finding]:
+def _models(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     pull = config.server.pull
     for name, model in config.models.items():
         opened: dict[str, ModelFolder | None] = {}  # by path, so that each model is reported once
@@ -54,11 +55,20 @@ def _models(config: Config) -> Iterator[Finding]:
             folder = opened[variant.model]
             if folder is not None:
                 yield from _options(folder, variant, where)
+            yield from _encryption(variant, where, environ)
         for full, upstream in upstreams_of(name, model).items():
             if upstream.tokenizer and upstream.tokenizer not in opened:
                 suffix = full.removeprefix(name)[1:]
                 where = key_path("models", name, *(("upstreams", suffix) if suffix else ("upstream",)))
                 opened[upstream.tokenizer] = yield from _open(upstream.tokenizer, f"{where}.tokenizer", pull=pull)
+
+
+def _encryption(variant: Variant, where: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if variant.kv_disk_key_env is not None:
+        try:
+            KvCipher.from_environment(variant.kv_disk_key_env, environ)
+        except HeadraceError as error:
+            yield f"{where}.kv_disk_key_env", str(error)
 
 
 def _open(model: str, where: str, *, pull: bool) -> Generator[Finding, None, ModelFolder | None]:

@@ -267,6 +267,26 @@ class CpuExecutor:
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
         self._thread.submit(self._kv.write_block, block, data).result()
 
+    def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return copies of the KV of several blocks, after the steps launched before."""
+        copies = [np.empty(self._kv.bytes_per_block, dtype=np.uint8) for _ in blocks]
+
+        def read() -> None:
+            for block, data in zip(blocks, copies, strict=True):
+                self._kv.read_block(block, data)
+
+        self._thread.submit(read).result()
+        return copies
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[NDArray[np.uint8]]) -> None:
+        """Restore what `read_blocks` returned, before the steps launched after."""
+
+        def write() -> None:
+            for block, data in zip(blocks, contents, strict=True):
+                self._kv.write_block(block, data)
+
+        self._thread.submit(write).result()
+
     def _step(self, batch: StepBatch) -> StepResult:
         for source, target in batch.copies:
             self._kv.copy_block(source, target)

@@ -39,4 +39,18 @@ def check_variant(variant: Variant) -> None:
         raise RequestError(
             f"'max_sequences' must be 1 to 4096, not {variant.max_sequences}.", parameter="max_sequences"
         )
+    _check_tiers(variant)
     surfaces_with(variant.surfaces)
+
+
+def _check_tiers(variant: Variant) -> None:
+    for name in ("kv_memory_bytes", "kv_disk_bytes"):
+        if getattr(variant, name) < 0:
+            raise RequestError(f"'{name}' must be at least 0, not {getattr(variant, name)}.", parameter=name)
+    if bool(variant.kv_disk_bytes) != (variant.kv_disk_folder is not None):
+        raise RequestError(
+            "'kv_disk_bytes' requires 'kv_disk_folder', and 'kv_disk_folder' requires 'kv_disk_bytes'.",
+            parameter="kv_disk_folder",
+        )
+    if variant.kv_disk_key_env is not None and not variant.kv_disk_bytes:
+        raise RequestError("'kv_disk_key_env' requires 'kv_disk_bytes'.", parameter="kv_disk_key_env")

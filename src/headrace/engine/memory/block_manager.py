@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,6 +27,7 @@ from headrace.errors import RequestError
 MOST_SALTS: Final = 256  # salts with their own statistics; later ones are counted together as OTHER_SALTS
 MOST_PINS: Final = 256
 OTHER_SALTS: Final = "*"
+LONE: Final = "alone "  # salts that begin with this belong to one request, so nothing outside keeps their KV
 
 
 class PrefixMatch(msgspec.Struct, eq=False):
@@ -40,6 +41,7 @@ class PrefixMatch(msgspec.Struct, eq=False):
     path: list[Block]
     source: Block | None  # a block that begins with the tokens after the path
     stamp: int  # of the tree
+    stored: int = 0  # tokens after the cached ones that a tier may have
 
 
 class BlockTable(msgspec.Struct, eq=False):
@@ -88,6 +90,20 @@ class BlockStats(msgspec.Struct, frozen=True):
     salts: dict[str, SaltStats]
 
 
+class BlockTier(Protocol):
+    """What keeps KV that left the block memory (`kv_tiers.py`)."""
+
+    def evicted(self, block: int, digest: bytes, salt: str | None) -> None:
+        """A block's memory is about to be reused. `salt`: None if it is public."""
+        ...
+
+    def has(self, digest: bytes) -> bool: ...
+
+    def recall(self, match: PrefixMatch, *, patient: bool) -> bool:
+        """Bring back what follows the match. Return whether anything came back."""
+        ...
+
+
 class BlockManager:
     """`copies` allows reuse of part of a block by copying it. `reuse=False` finds nothing again, as an encoder needs,
     because its KV depends on later tokens. `most_pinned` is in blocks and defaults to half of all."""
@@ -100,6 +116,7 @@ class BlockManager:
         copies: bool = True,
         reuse: bool = True,
         most_pinned: int | None = None,
+        digest_key: bytes = b"",
     ) -> None:
         if count < 1 or block_tokens < 1:
             raise ValueError(f"Cannot manage {count} blocks of {block_tokens} tokens.")
@@ -109,7 +126,8 @@ class BlockManager:
         self._key_bytes = block_tokens * TOKEN_BYTES
         self._partial = copies
         self._reuse = reuse
-        self._tree = PrefixTree(block_tokens)
+        self._tree = PrefixTree(block_tokens, digest_key)
+        self.tier: BlockTier | None = None
         self._blocks = [Block(index) for index in range(count)]
         self._free = self._blocks[::-1]
         self._idle: OrderedDict[Block, None] = OrderedDict()  # released longest ago first
@@ -125,6 +143,11 @@ class BlockManager:
     def reuses(self) -> bool:
         """Whether released blocks can be found again."""
         return self._reuse
+
+    @property
+    def stamp(self) -> int:
+        """A number that changes when blocks enter or leave the tree."""
+        return self._tree.stamp
 
     @property
     def available(self) -> int:
@@ -160,7 +183,40 @@ class BlockManager:
         if self._partial and at < usable:
             node = path[-1] if path else tree.root(variant)
             source, shared = tree.closest(node, salt, packed[at : min(at + self._key_bytes, usable)])
-        return PrefixMatch(salt, variant, packed, count, at // TOKEN_BYTES + shared, path, source, tree.stamp)
+        cached = at // TOKEN_BYTES + shared
+        match = PrefixMatch(salt, variant, packed, count, cached, path, source, tree.stamp)
+        if self.tier is not None:
+            blocks = sum(1 for _ in self.stored_after(match))
+            match.stored = max(0, at // TOKEN_BYTES + blocks * self.block_tokens - cached)
+        return match
+
+    def stored_after(self, match: PrefixMatch) -> Iterator[tuple[bytes, str | None]]:
+        """Yield digest and salt of the whole blocks after the match that the tier has."""
+        tier, tree = self.tier, self._tree
+        if tier is None or match.salt.startswith(LONE):
+            return
+        node = match.path[-1] if match.path else tree.root(match.variant)
+        rest = match.packed[len(match.path) * self._key_bytes : (match.count - 1) * TOKEN_BYTES]
+        for digest, salt in tree.digests_after(node, match.salt, rest):
+            if not tier.has(digest):
+                return
+            yield digest, salt
+
+    def recall(self, match: PrefixMatch, *, patient: bool) -> None:
+        """Bring back the KV that the tier has after the match, into blocks of the tree. `patient`: nothing else waits
+        for it."""
+        if self.tier is not None and match.stored:
+            self.tier.recall(match, patient=patient)
+
+    def cold_blocks(self) -> Iterator[tuple[int, bytes, str | None]]:
+        """Yield the idle whole blocks that a tier may keep, released longest ago first: index, digest and salt."""
+        for block in self._idle:
+            if self._is_keepable(block):
+                yield block.index, self._tree.digest(block), None if block.declared is not None else block.salt
+
+    def _is_keepable(self, block: Block) -> bool:
+        whole = len(block.key) == self._key_bytes
+        return whole and (block.declared is not None or not block.salt.startswith(LONE))
 
     def acquire(self, match: PrefixMatch, total_tokens: int) -> BlockTable | None:
         """Hold the matched blocks and take new ones for the rest of `total_tokens`. Return None, with nothing changed,
@@ -278,6 +334,9 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._idle.popitem(last=False)
+            if self.tier is not None and self._is_keepable(block):
+                salt = None if block.declared is not None else block.salt
+                self.tier.evicted(block.index, self._tree.digest(block), salt)
             self._tree.detach(block)
             self._evictions += 1
         block.refs = 1

@@ -12,8 +12,9 @@ declared public prefixes. Where a prefix leaves them, each salt has its own bran
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -22,6 +23,7 @@ from headrace.errors import RequestError
 LOOK: Final = 16  # children compared for the best partial block; bounds the work
 MOST_PUBLIC_BLOCKS: Final = 65_536  # blocks of all public prefixes: a million tokens
 TOKEN_BYTES: Final = 4
+DIGEST_BYTES: Final = 32  # too long to collide: two prefixes or two salts never share a digest
 
 Declared = dict[bytes, "Declared"]  # public prefixes, block by block
 
@@ -42,7 +44,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 class Block:
     """A block and its place in the tree, if it has one."""
 
-    __slots__ = ("branches", "children", "declared", "index", "key", "parent", "refs", "salt")
+    __slots__ = ("branches", "children", "declared", "digest", "index", "key", "parent", "refs", "salt")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -53,11 +55,20 @@ class Block:
         self.children: dict[bytes, Block] = {}  # children visible to every salt that finds this block
         self.branches: dict[str, dict[bytes, Block]] = {}  # of a public block: children visible to one salt
         self.declared: Declared | None = None  # public prefixes that continue it; None: not public itself
+        self.digest = b""  # its name outside the tree, once `PrefixTree.digest` has computed it
+
+
+def next_digest(digest: bytes, key: bytes, salt: str | None) -> bytes:
+    """Return the digest of a block after the one with `digest`. `salt`: None for a public block."""
+    scope = b"p" if salt is None else b"s" + hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    return hashlib.blake2b(digest + scope + key, digest_size=DIGEST_BYTES).digest()
 
 
 class PrefixTree:
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, digest_key: bytes = b"") -> None:
+        """`digest_key` enters all digests: whatever KV depends on beside the tokens before it."""
         self.stamp = 0  # changes with every modification
+        self._digest_key = digest_key
         self._key_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[int, Block] = {}
         self._declared: Declared = {}
@@ -68,7 +79,32 @@ class PrefixTree:
         if root is None:
             root = self._roots[variant] = Block(-1)
             root.declared = self._declared
+            root.digest = hashlib.blake2b(self._digest_key + variant.to_bytes(4), digest_size=DIGEST_BYTES).digest()
         return root
+
+    def digest(self, block: Block) -> bytes:
+        """Return a name of the block that is unique to its tokens, all those before them, and who may find it."""
+        unnamed: list[Block] = []
+        while not block.digest:
+            unnamed.append(block)
+            if block.parent is None:
+                raise IntegrityError(f"Block {block.index} is not in the tree.")
+            block = block.parent
+        digest = block.digest
+        for each in reversed(unnamed):
+            digest = each.digest = next_digest(digest, each.key, None if each.declared is not None else each.salt)
+        return digest
+
+    def digests_after(self, node: Block, salt: str, packed: bytes) -> Iterator[tuple[bytes, str | None]]:
+        """Yield digest and salt (None: public) of the whole blocks that would follow `node`, which need not exist."""
+        size = self._key_bytes
+        digest, declared = self.digest(node), node.declared
+        for at in range(0, len(packed) - size + 1, size):
+            key = packed[at : at + size]
+            declared = None if declared is None else declared.get(key)
+            scope = salt if declared is None else None
+            digest = next_digest(digest, key, scope)
+            yield digest, scope
 
     def walk(self, packed: bytes, usable: int, salt: str, variant: int) -> tuple[list[Block], int]:
         """Return the whole blocks within the first `usable` bytes, and where they end."""
@@ -150,7 +186,7 @@ class PrefixTree:
             if not branch:
                 del parent.branches[block.salt]  # salts come and go, so leave nothing behind
         block.parent = block.declared = None
-        block.key = b""
+        block.key = block.digest = b""
         block.salt = ""
         block.children = {}  # an emptied dictionary keeps its memory
         block.branches = {}
@@ -190,6 +226,7 @@ class PrefixTree:
                     del node.branches[child.salt]
                 node.children[key] = child
                 child.declared = node.declared[key]
+                _forget_digests(child)
                 if child.children:
                     child.branches = {child.salt: child.children}
                     child.children = {}
@@ -214,6 +251,15 @@ class PrefixTree:
                     if node in age:
                         must(child in age and age[child] < age[node], f"block {child.index} outlives its parent")
         must(found == sum(block.parent is not None for block in blocks), "a block of the tree is not to be found")
+
+
+def _forget_digests(block: Block) -> None:
+    pending = [block]
+    while pending:
+        each = pending.pop()
+        each.digest = b""
+        for children in (each.children, *each.branches.values()):
+            pending.extend(children.values())
 
 
 def _check_child(node: Block, child: Block, key: bytes, salt: str | None) -> None:

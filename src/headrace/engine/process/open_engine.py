@@ -3,7 +3,9 @@ LLM."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from headrace.engine.engine import Engine
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.interface.variant_check import check_variant
 from headrace.engine.memory.block_manager import BlockManager
-from headrace.engine.memory.prefix_file import kv_identity
+from headrace.engine.memory.kv_cipher import KvCipher
+from headrace.engine.memory.kv_disk import KvDisk
+from headrace.engine.memory.kv_tiers import KvTiers
+from headrace.engine.memory.prefix_file import KvIdentity, kv_identity
 from headrace.engine.pinned_prefixes import PinnedPrefixes
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -22,6 +27,7 @@ from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
+from headrace.errors import RequestError
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
@@ -62,7 +68,15 @@ def open_variant(
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
     reuse = spec.causal and variant.prefix_cache
-    blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse)
+    cipher = None
+    if variant.kv_disk_bytes and variant.kv_disk_key_env is not None:
+        cipher = KvCipher.from_environment(variant.kv_disk_key_env, os.environ)
+    keeps_kv = variant.saved_prefixes is not None or variant.kv_disk_bytes > 0
+    identity = _kv_identity(variant, folder, executor) if keeps_kv and reuse else None
+    digest_key = b"" if identity is None else msgspec.msgpack.encode(identity)
+    if cipher is not None:
+        digest_key += cipher.naming_key
+    blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse, digest_key=digest_key)
     for prefix in variant.public_prefixes:
         blocks.declare_public(prefix)
     step_time = StepTimeModel()
@@ -82,11 +96,12 @@ def open_variant(
         blocks,
         tokenizer,
         speculator=_speculator(variant, executor) if spec.kind == "decoder" else None,
+        tiers=_tiers(variant, blocks, executor, identity, cipher) if reuse else None,
         step_time=step_time,
         sequences=variant.max_sequences,
         checks=variant.checks,
     )
-    return OpenedVariant(variant, folder, executor, engine, _pins(variant, folder, executor, engine), tokenizer)
+    return OpenedVariant(variant, folder, executor, engine, _pins(variant, identity, engine), tokenizer)
 
 
 def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | None) -> CpuExecutor:
@@ -126,10 +141,8 @@ def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
     return Speculator(DraftModelDrafter(draft, vocab_size=executor.spec.vocab_size), lengths)
 
 
-def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: Engine) -> PinnedPrefixes:
-    if variant.saved_prefixes is None:
-        return PinnedPrefixes(engine)
-    identity = kv_identity(
+def _kv_identity(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -> KvIdentity:
+    return kv_identity(
         weights_digest=content_digest(folder.weights.files, index_dir=cache_folder() if variant.cache else None),
         spec=executor.spec,
         plan=executor.plan,
@@ -138,6 +151,30 @@ def _pins(variant: Variant, folder: ModelFolder, executor: CpuExecutor, engine: 
         block_tokens=executor.capacity.block_tokens,
         block_bytes=executor.block_bytes,
     )
+
+
+def _tiers(
+    variant: Variant, blocks: BlockManager, executor: CpuExecutor, identity: KvIdentity | None, cipher: KvCipher | None
+) -> KvTiers | None:
+    disk = None
+    if variant.kv_disk_bytes and variant.kv_disk_folder is not None and identity is not None:
+        # One folder for each kind of KV: a file never fits an engine of another kind.
+        name = hashlib.sha256(msgspec.msgpack.encode(identity)).hexdigest()[:32]
+        path = Path(variant.kv_disk_folder).expanduser() / name
+        try:
+            disk = KvDisk(path, block_bytes=executor.block_bytes, most_bytes=variant.kv_disk_bytes, cipher=cipher)
+        except OSError as error:
+            raise RequestError(
+                f"Cannot use the folder {path}: {error.strerror or error}.", parameter="kv_disk_folder"
+            ) from None
+    if disk is None and not variant.kv_memory_bytes:
+        return None
+    return KvTiers(blocks, executor, memory_bytes=variant.kv_memory_bytes, disk=disk)
+
+
+def _pins(variant: Variant, identity: KvIdentity | None, engine: Engine) -> PinnedPrefixes:
+    if variant.saved_prefixes is None:
+        return PinnedPrefixes(engine)
     pins = PinnedPrefixes(engine, Path(variant.saved_prefixes), identity)
     pins.restore()
     return pins

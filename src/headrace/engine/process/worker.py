@@ -103,7 +103,7 @@ class Worker:
                 if self._over():
                     break
                 engine.check()
-                self._serve(self._pause())
+                self._serve(0.0 if engine.rest() else self._pause())
                 continue
             ticket.add_done_callback(self.wake)
             self._deliver()

@@ -67,7 +67,7 @@ class Planner:
         """Measure how much of a waiting job there is to compute, and set its class and urgency."""
         request, surface = job.request, job.surface
         match = job.match = self._find(job)
-        cached = match.cached_tokens
+        cached = match.cached_tokens + match.stored
         job.rows = max(len(job.sequence.tokens) - cached, 1)
         if not surface.background:
             job.line = SHORT if job.rows <= self._limits.short_rows else LONG
@@ -469,9 +469,10 @@ class Planner:
     def _try(self, job: SequenceJob, now: float) -> bool:
         """Start a job. Return False if it keeps waiting: for a place, in another class, or for another's prefix."""
         match = self._match(job)
-        if self._follow(job, match.cached_tokens):
+        cached = match.cached_tokens + match.stored
+        if self._follow(job, cached):
             return False
-        if job.line == SHORT and len(job.sequence.tokens) - match.cached_tokens > 2 * self._limits.short_rows:
+        if job.line == SHORT and len(job.sequence.tokens) - cached > 2 * self._limits.short_rows:
             # Its prefix was evicted meanwhile.
             self.queue.drop(job)
             self._wake([job], now)
@@ -479,6 +480,8 @@ class Planner:
         if self._yields(job, now) or not self._makes_place(job, match, now):
             return False
         self.queue.take(job)
+        if match.stored:
+            self.blocks.recall(self._match(job), patient=not len(self.running))
         if not self.running.start(job, self._match(job), self._tokens(job)):
             self.queue.push(job, now)
             if not len(self.running):

@@ -102,6 +102,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._jobs and not self._events
 
+    @property
+    def contiguous_tokens(self) -> int:
+        """Tokens that the running sequences would reserve if each had one contiguous range for all it may become."""
+        return sum(min(tokens_in_all(job.request), self.limits.context) for job in self.running.all())
+
     def admit(self, request: GenerationRequest, now: float, *, output: tuple[int, ...] = ()) -> AdmissionDecision:
         """Queue a request, or return why it is rejected and when to retry. `output` holds tokens generated
         elsewhere."""

@@ -17,6 +17,7 @@ import msgspec
 from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
+from headrace.engine.memory.block_manager import LONE
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
@@ -316,7 +317,7 @@ def _request(exchange: Exchange, prompt: Prompt, prediction: tuple[int, ...]) ->
         tenant=caller.tenant,
         weight=caller.weight,
         # A random salt is shared with no other request, so nothing is found in the cache and nothing can be found.
-        salt=caller.tenant if text_request.cache == "on" else f"alone {secrets.token_hex(8)}",
+        salt=caller.tenant if text_request.cache == "on" else f"{LONE}{secrets.token_hex(8)}",
         deadline=exchange.deadline,
         arrival=exchange.arrival,
         skip_special_tokens=text_request.skip_special_tokens and not shown,
