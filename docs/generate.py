@@ -209,7 +209,7 @@ def string_texts(node: ast.expr) -> Iterator[str]:
 
 
 def trees() -> Iterator[ast.Module]:
-    for folder in ("gateway", "lab/online", "server"):
+    for folder in ("gateway", "lab/online", "pipelines", "server"):
         for path in sorted((ROOT / "src" / "headrace" / folder).rglob("*.py")):
             yield ast.parse(path.read_text(encoding="utf-8"))
 

@@ -24,6 +24,7 @@ from headrace.config import (
     ModelConfig,
     ObserveConfig,
     PinConfig,
+    PipelineConfig,
     PriceConfig,
     RoutingConfig,
     SemanticConfig,
@@ -37,6 +38,7 @@ from headrace.config import (
 )
 from headrace.config import breaker_section as breaker
 from headrace.config import canary_section as canary
+from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
@@ -96,6 +98,13 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[observe.traces]`": TracesConfig,
     "`[recording]`": RecordingConfig,
     "`[slo.NAME]`": SloConfig,
+    "`[pipelines.NAME]`": PipelineConfig,
+    "`[pipelines.NAME.embed]`": pipelines.EmbedStage,
+    "`[pipelines.NAME.search]`": pipelines.SearchStage,
+    "`[pipelines.NAME.rerank]`": pipelines.RerankStage,
+    "`[pipelines.NAME.assemble]`": pipelines.AssembleStage,
+    "`[pipelines.NAME.generate]`": pipelines.GenerateStage,
+    "`[pipelines.NAME.check]`": pipelines.CheckStage,
     **{f"`[{name}]`": kind for name, kind in PLAIN_SECTIONS.items()},
 }
 

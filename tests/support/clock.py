@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -53,6 +57,21 @@ class Clock:
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sleepers.append(((self.millis + max(1, round(seconds * 1000))) / 1000, woken))
         await woken
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work to its end. Whenever it waits for nothing but this clock, move the clock to the next sleeper."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                waiting = [until for until, woken in self._sleepers if not woken.done()]
+                if task.done() or not waiting:
+                    continue
+                self.now = max(self._now, min(waiting))
+            return task.result()
+        finally:
+            task.cancel()
 
     async def skip(self, seconds: float) -> None:
         """Instead of waiting, move the clock that far."""

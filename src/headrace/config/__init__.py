@@ -16,12 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
-from headrace.config.collection_section import CollectionsConfig
 from headrace.config.canary_section import CanaryConfig
+from headrace.config.collection_section import CollectionsConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
 from headrace.config.pin_section import PinConfig
+from headrace.config.pipeline_section import PipelineConfig
 from headrace.config.recording_section import RecordingConfig
 from headrace.config.routing_section import RoutingConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
@@ -53,8 +54,8 @@ __all__ = [
     "CacheConfig",
     "CacheMode",
     "CachesConfig",
-    "CollectionsConfig",
     "CanaryConfig",
+    "CollectionsConfig",
     "Config",
     "ConfigError",
     "ConfigProblem",
@@ -73,6 +74,7 @@ __all__ = [
     "ObserveConfig",
     "Options",
     "PinConfig",
+    "PipelineConfig",
     "Port",
     "PriceConfig",
     "ProfilesConfig",
@@ -228,6 +230,7 @@ class Config(Section, frozen=True):
     routing: RoutingConfig = RoutingConfig()
     shaping: ShapingConfig = ShapingConfig()
     fast: FastConfig = FastConfig()
+    pipelines: dict[str, PipelineConfig] = msgspec.field(default_factory=dict[str, PipelineConfig])
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
     recording: RecordingConfig = RecordingConfig()

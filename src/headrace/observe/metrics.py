@@ -41,6 +41,24 @@ tokens: Final = Counter(
     ("model", "tenant", "kind"),
     registry=registry,
 )
+pipeline_stages: Final = Counter(
+    "headrace_pipeline_stages",
+    "Stages of pipelines by outcome: done, fewer, cached, skipped, stopped.",
+    ("pipeline", "stage", "outcome"),
+    registry=registry,
+)
+pipeline_prefetches: Final = Counter(
+    "headrace_pipeline_prefetches",
+    "Searches for questions that may come next: fetched, used, dropped (too many waited), failed.",
+    ("pipeline", "outcome"),
+    registry=registry,
+)
+tool_calls: Final = Counter(
+    "headrace_tool_calls",
+    "Tool calls of pipelines by outcome: done, cached, failed, late, refused, repeated.",
+    ("tool", "outcome"),
+    registry=registry,
+)
 running: Final = Gauge("headrace_requests_running", "Generation requests in progress.", registry=registry)
 background_responses: Final = Gauge(
     "headrace_background_responses", "Background responses that wait or run.", registry=registry

@@ -40,6 +40,7 @@ from headrace.lab.online.lab_store import SqliteLabStore
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
+from headrace.pipelines.pipelines import Pipelines
 
 
 class SharedState(NamedTuple):
@@ -80,7 +81,7 @@ def assemble(
     if shared is None:
         keeper = _keeper(config, observer, database)
         observer.remember = keeper.feedback.note
-    return Services(
+    services = Services(
         fleet=fleet,
         accounts=accounts,
         limiter=RateLimiter.from_config(config.limiting, environ, shared=None if shared is None else shared.limits),
@@ -104,6 +105,8 @@ def assemble(
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,
     )
+    services.pipelines = Pipelines.from_config(config, services)
+    return services
 
 
 def assemble_lab(config: Config, services: Services, database: Database) -> OnlineLab:

@@ -36,6 +36,7 @@ from headrace.gateway.degradation.ladder import ladder_config as ladders
 from headrace.gateway.ledger.prices import PriceError, make_price
 from headrace.gateway.routing import routing_checks as routing
 from headrace.lab.recording import recording_rules as recordings
+from headrace.pipelines import pipeline_rules
 from headrace.server.http.allowed_hosts import is_loopback
 from headrace.surfaces import SURFACES
 
@@ -85,6 +86,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
     yield from accounts.check_accounts(config, served)
     yield from routing.findings(config.routing, served)
     yield from _canary(config.canary, served)
+    yield from pipeline_rules.findings(config, served)
     for name, each in config.prices.items():
         yield from _price(name, each, served)
     yield from _caches(config, served)

@@ -10,6 +10,7 @@ from typing import Final
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.pipelines.collections.collections import Collections
+from headrace.pipelines.pipelines import Pipelines
 from headrace.server.api.background_responses import BackgroundResponses
 from headrace.server.api.batches.batch_runner import BatchRunner
 from headrace.server.api.batches.batches import Batches
@@ -46,6 +47,8 @@ class DurableState:
             line_values=context.config.limits.values,
         )
         self.collections = Collections.from_config(context.config.collections, storage.path, context.services)
+        if isinstance(pipelines := context.services.pipelines, Pipelines):
+            pipelines.services.retriever = self.collections
 
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())

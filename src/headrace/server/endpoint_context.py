@@ -10,10 +10,11 @@ from typing import Any, Final, TypeVar
 from headrace.config import Config
 from headrace.gateway.accounts.access import find_model
 from headrace.gateway.accounts.tenant_policies import limit_scopes, settings_of
-from headrace.gateway.api_errors import ApiError
+from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX
 from headrace.gateway.flow.services import Services
 from headrace.gateway.limits.request_charges import RequestCharges
-from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.requests.text_request import PipelineOptions, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.observe import metrics
 from headrace.observe.traces.timeline import Timeline
@@ -28,8 +29,8 @@ T = TypeVar("T")
 # Response headers that a page of another origin may read, beside those that browsers always show.
 _EXPOSED: Final = (
     "x-request-id, request-id, x-should-retry, retry-after, retry-after-ms, server-timing, "
-    "x-headrace-cache, x-headrace-degraded, x-headrace-fast, x-headrace-ignored, x-headrace-route, x-headrace-shaped, "
-    "x-headrace-truncated, "
+    "x-headrace-cache, x-headrace-degraded, x-headrace-fast, x-headrace-ignored, x-headrace-route, "
+    "x-headrace-run, x-headrace-shaped, x-headrace-skipped, x-headrace-truncated, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
@@ -73,7 +74,13 @@ class EndpointContext:
     ) -> Exchange:
         """Build the exchange. ApiError if the model does not exist or the caller may not use it. `timeline`: of the
         call that it answers."""
-        served = find_model(caller, self.services.fleet, request.model, request.profile)
+        pipelines = self.services.pipelines
+        if pipelines is not None and request.model.startswith(PIPELINE_PREFIX):
+            served = pipelines.find(caller, request.model.removeprefix(PIPELINE_PREFIX))
+        else:
+            if request.pipeline != PipelineOptions():
+                raise invalid_request("'pipeline' is for models named pipeline/NAME.", "pipeline")
+            served = find_model(caller, self.services.fleet, request.model, request.profile)
         timeline = Timeline() if timeline is None else timeline
         return Exchange(
             caller=caller,

@@ -24,6 +24,7 @@ from headrace.server.api import (
 from headrace.server.api.batches import batch_endpoints, message_batch_endpoints
 from headrace.server.api.conversations import conversation_endpoints
 from headrace.server.api.ollama import ollama_endpoints
+from headrace.server.api.pipelines import pipeline_endpoints
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.route_table import Route
@@ -60,6 +61,7 @@ def all_routes(
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),
         *response_endpoints.routes(context, durable.history, durable.background),
+        *pipeline_endpoints.routes(context),
         *conversation_endpoints.routes(context, durable.history.conversations),
         *web_pages.routes(context),
     )

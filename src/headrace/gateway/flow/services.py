@@ -17,6 +17,7 @@ from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
+from headrace.gateway.flow.answer_flow import PipelineHost
 from headrace.gateway.flow.answer_observer import AnswerObserver
 from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.request_ledger import RequestLedger
@@ -52,6 +53,7 @@ class Services(msgspec.Struct, kw_only=True):
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
     pins: PinOperations | None = None  # None: another process pins prompts
     keeper: ObservationKeeper | None = None  # None: another process of this server stores what was observed
+    pipelines: PipelineHost | None = None
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
@@ -82,10 +84,14 @@ class Services(msgspec.Struct, kw_only=True):
             run(self.objective_watch.run())
         for loop in self.loops:
             run(loop())
+        if self.pipelines is not None:
+            await self.pipelines.start()
 
     async def close(self) -> None:
         """Call after the last request. Writes down what was used, within bounded time."""
         await self.background.close()
+        if self.pipelines is not None:
+            await self.pipelines.close()
         await self.observer.close()
         if self.keeper is not None:
             await self.keeper.close()

@@ -23,6 +23,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import CacheHit
 from headrace.gateway.degradation.shaping.change_record import header_value
 from headrace.gateway.flow.admit import admit
+from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX, AnswerFlow
 from headrace.gateway.flow.answer_observer import ObservedAnswer
 from headrace.gateway.flow.degrade import degrade
 from headrace.gateway.flow.deliver import deliver
@@ -33,11 +34,18 @@ from headrace.gateway.flow.recall import recall, replace_error
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
 from headrace.gateway.flow.shape import prime, shape
-from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TakeDelta
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
+
+
+def open_flow(exchange: Exchange, services: Services) -> AnswerFlow:
+    """Return the way of an exchange's answer: a pipeline's, if the request names one as its model."""
+    if services.pipelines is not None and exchange.text_request.model.startswith(PIPELINE_PREFIX):
+        return services.pipelines.open(exchange)
+    return TextFlow(exchange, services)
 
 
 class TextFlow:
@@ -58,6 +66,12 @@ class TextFlow:
         """True if the request counts towards the limits on requests. Known once it is settled."""
         reservation = self._state.admission.reservation
         return reservation is not None and reservation.counted
+
+    @property
+    def sources(self) -> tuple[SourceText, ...]:
+        """The sources in the prompt by their numbers; the first is [1]. Known once it has begun."""
+        selected = self._state.shaping.sources
+        return () if selected is None else selected.sources
 
     async def begin(self) -> None:
         """Run the stages up to `generate`. ApiError where the request is rejected."""

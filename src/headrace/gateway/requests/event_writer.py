@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta, RestartDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, NoteDelta, RestartDelta
 
 
 class EventWriter(Protocol):
@@ -20,3 +20,10 @@ class EventWriter(Protocol):
     def end(self) -> bytes: ...
 
     def error(self, error: ApiError) -> bytes: ...
+
+
+@runtime_checkable
+class NoteWriter(Protocol):
+    """A writer whose dialect has a place for events beside the text."""
+
+    def note(self, note: NoteDelta) -> bytes: ...

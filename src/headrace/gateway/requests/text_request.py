@@ -36,6 +36,14 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool = False  # arguments are held to the schema while they are written
 
 
+class PipelineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request for a pipeline says beside its messages."""
+
+    filters: Mapping[str, Any] = {}  # metadata that passages must have, where the pipeline lets clients filter
+    approvals: tuple[str, ...] = ()  # tokens of tool calls that may take effect
+    detail: bool = False  # the details of an answer that was given first
+
+
 class TextRequest(GenerationParams, frozen=True, kw_only=True):
     """A request for text, with either `messages` or `prompts`. Its generation fields are those of GenerationParams."""
 
@@ -69,6 +77,7 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
     degrade: DegradeMode | None = None  # what may become of the answer under pressure; None: all that is declared
     user: str | None = None
     metadata: Mapping[str, str] = {}
+    pipeline: PipelineOptions = PipelineOptions()
 
     @property
     def template_values(self) -> dict[str, Any]:
@@ -147,6 +156,13 @@ class RestartDelta(ChoiceDelta):
 
     variant: str = ""
     why: str = ""
+
+
+class NoteDelta(ChoiceDelta):
+    """An event beside the text: progress, sources, a citation, a sentence. Dialects without a place for it skip it."""
+
+    event: str = ""
+    data: Any = None
 
 
 # Takes a delta. False asks the sender to pause.

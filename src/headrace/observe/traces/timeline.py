@@ -23,6 +23,13 @@ STAGES: Final = (
     "admit",
     "recall",
     "compute",
+    "embed",  # the stages of a pipeline, up to `followups`
+    "search",
+    "rerank",
+    "assemble",
+    "tools",
+    "check",
+    "followups",
     "wait",
     "replay",
     "hop",

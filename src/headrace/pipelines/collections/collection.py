@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error
@@ -27,7 +28,7 @@ from headrace.pipelines.collections.chunk_queries import chunks_that_match, read
 from headrace.pipelines.collections.chunking import embedded_text
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.encoder import Encoder
-from headrace.pipelines.collections.hits import Filters, Hit
+from headrace.pipelines.collections.hits import Filters, Hit, QueryVector
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import CollectionRecord, StoredChunk
 
@@ -50,6 +51,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     recall: Recall | None = None  # None: the collection's
     deadline_s: float | None = None  # seconds from now
     rerank_s: float = 0.0  # budget of reranking
+    vector: QueryVector | None = None  # of the query, if it is known
 
 
 class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +96,21 @@ class Collection:
         deadline_s: float | None = None,
         tenant: str = "",
         caller: Caller | None = None,
+        vector: QueryVector | None = None,
     ) -> list[Hit]:
         """Return the best chunks, best first; see SearchableCollection."""
         if tenant != self.record.tenant or (caller is not None and caller.tenant != tenant):
             raise ApiError("Unknown collection.", kind="not_found_error", code="collection_not_found")
-        options = SearchOptions(k=k, filters=filters, deadline_s=deadline_s)
+        options = SearchOptions(k=k, filters=filters, deadline_s=deadline_s, vector=vector)
         return (await self.find(query, options, caller)).hits
+
+    async def embed_query(self, query: str, caller: Caller) -> QueryVector | None:
+        """Return the query's vector; see SearchableCollection."""
+        if self._index is None:
+            return None
+        encoder = self._encoder()
+        (row,) = await encoder.embed([query], caller, "query")
+        return QueryVector(encoder.identity, tuple(row.tolist()))
 
     async def find(self, query: str, options: SearchOptions, caller: Caller | None = None) -> SearchResult:
         """Search with all options. ApiError for an invalid filter, or if every stage fails."""
@@ -162,7 +173,10 @@ class Collection:
             )
             if not among:
                 return []
-        (row,) = await encoder.embed([query], caller, "query")
+        if options.vector is not None and options.vector.encoder == index.encoder:
+            row = np.array(options.vector.values, dtype="<f4")
+        else:
+            (row,) = await encoder.embed([query], caller, "query")
         return await index.search(row, count, recall=options.recall or self.record.recall, among=among)
 
     async def _reranked(

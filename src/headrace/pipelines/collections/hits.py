@@ -28,7 +28,18 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     scores: Mapping[str, float] = {}  # of each stage that ranked it: keyword, vector, rerank
 
 
+class QueryVector(msgspec.Struct, frozen=True):
+    """A query as a vector. It is used only while the collection has vectors of the same encoder."""
+
+    encoder: str  # its identity
+    values: tuple[float, ...]
+
+
 class SearchableCollection(Protocol):
+    async def embed_query(self, query: str, caller: Caller) -> QueryVector | None:
+        """Return the query's vector, for `search`. None if the collection has no vectors."""
+        ...
+
     async def search(
         self,
         query: str,
@@ -38,6 +49,7 @@ class SearchableCollection(Protocol):
         deadline_s: float | None = None,  # seconds from now; None: the collection's own bounds apply
         tenant: str = "",
         caller: Caller | None = None,  # pays for the query's embedding and reranking; default: the tenant
+        vector: QueryVector | None = None,  # of the query, if it is known
     ) -> list[Hit]:
         """Return the best chunks, best first. ApiError if the tenant has no such collection or a filter is invalid.
 

@@ -18,6 +18,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
+    NoteDelta,
     RestartDelta,
     TextRequest,
     TokenLogprob,
@@ -464,6 +465,12 @@ class ChunkStream:
         """Write a chunk without choices that tells clients to discard what this choice has sent so far."""
         report = {"restart": {"index": piece.index, "model": piece.variant, "why": piece.why}}
         return b"data: " + self._encode({**self._head, "choices": [], "headrace": report}) + b"\n\n"
+
+    def note(self, note: NoteDelta) -> bytes:
+        """Write a chunk without text whose `headrace` field has the event. Clients expect a choice in every chunk."""
+        choice: dict[str, Any] = {"index": note.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        chunk = {**self._head, "choices": [choice], "headrace": {note.event: note.data}}
+        return b"data: " + self._encode(chunk) + b"\n\n"
 
     def error(self, error: ApiError) -> bytes:
         return b"data: " + self._encode(error.openai()) + b"\n\n"

@@ -19,6 +19,7 @@ from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.degradation.shaping.sources import SourceField, parse_sources
+from headrace.gateway.requests.text_request import PipelineOptions
 from headrace.server.http.body_parameters import (
     Parameter,
     ParameterTable,
@@ -36,6 +37,7 @@ MOST_SOURCES: Final = 256  # in one request, before the best of them are selecte
 MOST_BIASES: Final = 1024  # tokens with a logit bias
 MOST_STOP_IDS: Final = 1024
 MOST_GUIDED_CHOICES: Final = 1024
+MOST_APPROVALS: Final = 32
 
 MODEL: Final = Parameter("Model to use. Default: the configured model.", str)
 
@@ -69,6 +71,29 @@ STREAM: Final = {
     "stream_options": Parameter(
         "include_usage: sends a last chunk with the usage.", Annotated[dict[str, bool], Meta(max_length=16)]
     ),
+}
+
+
+class PipelineField(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request for a pipeline says beside its messages."""
+
+    filters: dict[str, Any] | None = None
+    approvals: Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=MOST_APPROVALS)] | None = None
+    detail: bool | None = None
+
+    def options(self) -> PipelineOptions:
+        return PipelineOptions(
+            filters=self.filters or {}, approvals=tuple(self.approvals or ()), detail=bool(self.detail)
+        )
+
+
+PIPELINE_FIELDS: Final = {
+    "filters": Parameter("Metadata that passages must have, where the pipeline lets clients filter.", dict[str, Any]),
+    "approvals": Parameter(
+        "Tokens of tool calls that may take effect, from an earlier answer's `headrace.pipeline.approvals`.",
+        Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=MOST_APPROVALS)],
+    ),
+    "detail": Parameter("The details, where the pipeline gives a short answer first.", bool),
 }
 
 # Headrace's extensions, and those of other open servers.
@@ -106,6 +131,9 @@ EXTRAS: Final = {
     "cache_prompt": Parameter("false: the same as cache: off.", bool),
     "cache": Parameter("off: computes the prompt anew and neither reads nor fills a cache.", Literal["on", "off"]),
     "degrade": Parameter("Degradation allowed under pressure: on, off, or a list of steps.", DegradeMode),
+    "pipeline": Parameter(
+        "For models named pipeline/NAME: `filters`, `approvals` and `detail`, as of /v1/pipelines/NAME.", PipelineField
+    ),
     "sources": Parameter(
         "Texts to base the answer on, each with an id.", Annotated[list[SourceField], Meta(max_length=MOST_SOURCES)]
     ),
@@ -261,7 +289,12 @@ def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
         "overflow": given.get("overflow", "drop" if given.get("truncation") == "auto" else None),
         "user": given.get("safety_identifier", given.get("user")),
         "metadata": given.get("metadata") or {},
+        "pipeline": _read_pipeline(given.get("pipeline")),
     }
+
+
+def _read_pipeline(field: PipelineField | None) -> PipelineOptions:
+    return PipelineOptions() if field is None else field.options()
 
 
 def _check_template(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,6 +25,8 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
             await context.reply(call, Response.json(_anthropic_list(call, named)))
             return
         data = [_described(name, served) for name, served in named.items()]
+        if context.services.pipelines is not None:
+            data += context.services.pipelines.model_entries(call.caller)
         await context.reply(call, Response.json({"object": "list", "data": data}))
 
     async def retrieve(call: ApiCall) -> None:

@@ -15,10 +15,11 @@ import msgspec
 
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, as_api_error
+from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.flow.services import Services
-from headrace.gateway.flow.text_flow import TextFlow
-from headrace.gateway.requests.event_writer import EventWriter
-from headrace.gateway.requests.text_request import Choice, ChoiceDelta, RestartDelta, TextRequest
+from headrace.gateway.flow.text_flow import open_flow
+from headrace.gateway.requests.event_writer import EventWriter, NoteWriter
+from headrace.gateway.requests.text_request import Choice, ChoiceDelta, NoteDelta, RestartDelta, TextRequest
 from headrace.gateway.routing.composite_answerer import collect_choices
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
@@ -50,7 +51,7 @@ async def answer_in_full(
     exchange: Exchange, dialect: Dialect, services: Services, *, watch: Watch | None = None
 ) -> dict[str, Any]:
     """Return the body of an answer, for a caller without a connection. GoneError where `watch` has ended it."""
-    flow = TextFlow(exchange, services)
+    flow = open_flow(exchange, services)
     with _observing(exchange, services), _settling(flow, None if watch is None else watch(flow.cancel)):
         await flow.begin()
         return await _collect(flow, dialect)
@@ -60,7 +61,7 @@ async def answer_into(
     exchange: Exchange, dialect: Dialect, services: Services, write: Callable[[bytes], None], *, watch: Watch
 ) -> None:
     """Write the events of an answer, for a caller without a connection. An error is written and raised."""
-    flow = TextFlow(exchange, services)
+    flow = open_flow(exchange, services)
     events: EventWriter | None = None
     try:
         with _observing(exchange, services), _settling(flow, watch(flow.cancel)):
@@ -85,14 +86,22 @@ async def answer_into(
 
 def _writer(events: EventWriter, write: Callable[[bytes], None]) -> Callable[[ChoiceDelta], bool]:
     def take(piece: ChoiceDelta) -> bool:
-        if data := events.restart(piece) if isinstance(piece, RestartDelta) else events.piece(piece):
+        if data := write_piece(events, piece):
             write(data)
         return True
 
     return take
 
 
-async def _collect(flow: TextFlow, dialect: Dialect) -> dict[str, Any]:
+def write_piece(events: EventWriter, piece: ChoiceDelta) -> bytes:
+    if isinstance(piece, RestartDelta):
+        return events.restart(piece)
+    if isinstance(piece, NoteDelta):
+        return events.note(piece) if isinstance(events, NoteWriter) else b""
+    return events.piece(piece)
+
+
+async def _collect(flow: AnswerFlow, dialect: Dialect) -> dict[str, Any]:
     """Return the body of an answer. GoneError if every client has left."""
     if flow.is_client_gone:
         raise GoneError
@@ -137,7 +146,7 @@ async def _deliver(
     call: ApiCall, exchange: Exchange, dialect: Dialect, headers: Mapping[str, str], services: Services
 ) -> None:
     """Deliver an answer. Raise ApiError before the first byte; send later errors as an event."""
-    flow = TextFlow(exchange, services)
+    flow = open_flow(exchange, services)
     with _noting_charge(call, flow), _settling(flow, call.watch(flow.cancel)):
         await flow.begin()
         if flow.is_client_gone:
@@ -169,7 +178,7 @@ def _observing(exchange: Exchange, services: Services) -> Generator[None]:
 
 
 @contextmanager
-def _noting_charge(call: ApiCall, flow: TextFlow) -> Generator[None]:
+def _noting_charge(call: ApiCall, flow: AnswerFlow) -> Generator[None]:
     try:
         yield
     finally:
@@ -177,7 +186,7 @@ def _noting_charge(call: ApiCall, flow: TextFlow) -> Generator[None]:
 
 
 @contextmanager
-def _settling(flow: TextFlow, unwatch: Callable[[], None] | None = None) -> Generator[None]:
+def _settling(flow: AnswerFlow, unwatch: Callable[[], None] | None = None) -> Generator[None]:
     """Settles at the end, whatever it is, and watches the client no more."""
     error: ApiError | None = None
     try:
@@ -197,7 +206,7 @@ def _settling(flow: TextFlow, unwatch: Callable[[], None] | None = None) -> Gene
 
 
 async def _relay(
-    call: ApiCall, flow: TextFlow, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
+    call: ApiCall, flow: AnswerFlow, relayed: UpstreamGeneration, dialect: Dialect, headers: Mapping[str, str]
 ) -> None:
     """Stream like `_stream`, but pass on an upstream's bytes."""
     first: list[bytes] = []
@@ -227,7 +236,7 @@ async def _relay(
     await call.write(b"", more=False)
 
 
-async def _stream(call: ApiCall, flow: TextFlow, dialect: Dialect, headers: Mapping[str, str]) -> None:
+async def _stream(call: ApiCall, flow: AnswerFlow, dialect: Dialect, headers: Mapping[str, str]) -> None:
     """An error that is raised once the reply has begun was told to the client already."""
     first: list[ChoiceDelta] = []
 
@@ -242,10 +251,11 @@ async def _stream(call: ApiCall, flow: TextFlow, dialect: Dialect, headers: Mapp
     written, offer = events.piece, call.offer
 
     def write(piece: ChoiceDelta) -> bool:
-        data = events.restart(piece) if isinstance(piece, RestartDelta) else written(piece)
+        plain = type(piece) is ChoiceDelta
+        data = written(piece) if plain else write_piece(events, piece)
         return offer(data) if data else True
 
-    beginning = events.begin() + events.piece(first[0])
+    beginning = events.begin() + write_piece(events, first[0])
     await call.begin_events({**headers, **flow.headers()}, dialect.stream_type)
     try:
         await call.write(beginning)

@@ -11,7 +11,7 @@ from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY, SamplingParam
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
-from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
+from headrace.gateway.requests.text_request import PipelineOptions, SourceText, TextRequest, Tool
 from tests.support.exact_caches import asked, served
 
 PROMPT = [(1, 2, 3)]
@@ -68,6 +68,7 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "degrade": "off",
     "user": "somebody",
     "metadata": {"order": "17"},
+    "pipeline": PipelineOptions(detail=True),
 }
 
 

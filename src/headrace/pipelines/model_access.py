@@ -1,0 +1,68 @@
+"""ModelAccess: the served models as pipelines use them: text through the gateway's flow, and scores metered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from headrace.gateway.accounts.access import find_model
+from headrace.gateway.degradation.shaping.message_fitting import text_token_counter
+from headrace.gateway.flow.answer_flow import AnswerFlow
+from headrace.gateway.flow.metered_evaluation import run_metered
+from headrace.gateway.flow.services import Services
+from headrace.gateway.flow.text_flow import TextFlow
+from headrace.gateway.ledger.prices import Price
+from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.text_evaluation import TextEvaluation
+from headrace.observe.traces.timeline import Timeline
+from headrace.pipelines.collections.encoder import unit_rows
+
+_CUT: Final = {"truncate": True}  # a passage that is too long is ranked by its beginning
+
+
+class ModelAccess:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def find(self, caller: Caller, name: str) -> ServedVariant:
+        return find_model(caller, self._services.fleet, name)
+
+    def open(self, whole: Exchange, request: TextRequest, *, shares_timeline: bool = False) -> AnswerFlow:
+        """Return the flow of one model call of a pipeline. Settle it, however it ends.
+
+        `shares_timeline`: its stages are those of the pipeline's own trace.
+        """
+        exchange = Exchange(
+            caller=whole.caller,
+            text_request=request,
+            served=self.find(whole.caller, request.model),
+            endpoint=whole.endpoint,
+            arrival=whole.arrival,
+            timeline=whole.timeline if shares_timeline else Timeline(),
+        )
+        return TextFlow(exchange, self._services)
+
+    async def rank(self, whole: Exchange, name: str, query: str, texts: Sequence[str], surface: str) -> list[float]:
+        """Return a score for each text: a reranker's, or the cosine of embeddings."""
+        served = self.find(whole.caller, name)
+        work = TextEvaluation(served, whole.caller, {**_CUT, "surface": surface})
+        ranking = served.ranking
+        if ranking is not None:
+            await work.take_pairs(ranking, query, texts)
+        else:
+            await work.take({"query": query}, prompt_name="query")
+            named = {f"documents[{place}]": text for place, text in enumerate(texts)}
+            await work.take(named, prompt_name="document")
+        vectors, _ = await run_metered(self._services, whole.caller, work, work.vectors, whole.endpoint)
+        if ranking is not None:
+            return [ranking.score(vector) for vector in vectors.tolist()]
+        rows = unit_rows(vectors)
+        return (rows[1:] @ rows[0]).tolist()
+
+    def token_counter(self, caller: Caller, name: str) -> Callable[[str], int]:
+        return text_token_counter(self.find(caller, name))
+
+    def price(self, name: str) -> Price:
+        return self._services.prices.of(name)

@@ -1,0 +1,41 @@
+"""StageServices: what the stages of every run use, built once. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.config.shaping_section import ShapingConfig
+from headrace.gateway.flow.answer_flow import AnswerFlow
+from headrace.gateway.ledger.prices import Price
+from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.fleet import ServedVariant
+from headrace.pipelines.result_cache import ResultCache
+from headrace.pipelines.retrieval import Retriever
+from headrace.pipelines.stage_clock import StageClock
+
+
+class Models(Protocol):
+    """See ModelAccess for what each does."""
+
+    def find(self, caller: Caller, name: str) -> ServedVariant: ...
+
+    def open(self, whole: Exchange, request: TextRequest, *, shares_timeline: bool = False) -> AnswerFlow: ...
+
+    async def rank(self, whole: Exchange, name: str, query: str, texts: Sequence[str], surface: str) -> list[float]: ...
+
+    def token_counter(self, caller: Caller, name: str) -> Callable[[str], int]: ...
+
+    def price(self, name: str) -> Price: ...
+
+
+class StageServices(msgspec.Struct, kw_only=True):
+    models: Models
+    retriever: Retriever | None  # None: this server has no collections
+    cache: ResultCache
+    clock: StageClock
+    shaping: ShapingConfig
+    run_background: Callable[[Coroutine[Any, Any, Any]], None]

@@ -1,0 +1,46 @@
+"""The deadline minus what later stages need is a stage's budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.pipelines.budget_plan import StageNeed, plan, stage_end
+
+NEEDS = [
+    StageNeed("search", 0.3),
+    StageNeed("rerank", 0.2),
+    StageNeed("generate", 1.0, takes_rest=True),
+    StageNeed("check", 0.1),
+]
+
+
+def test_a_stage_gets_its_budget_while_there_is_time() -> None:
+    assert stage_end(NEEDS, 0, 10.0, 15.0) == pytest.approx(10.3)
+
+
+def test_a_stage_gets_the_deadline_minus_what_later_stages_need() -> None:
+    assert stage_end(NEEDS, 0, 10.0, 11.5) == pytest.approx(10.2)
+
+
+def test_a_stage_without_time_ends_before_it_begins() -> None:
+    assert stage_end(NEEDS, 1, 10.0, 11.0) < 10.0
+
+
+def test_the_answer_gets_all_that_is_left() -> None:
+    assert stage_end(NEEDS, 2, 10.0, 15.0) == pytest.approx(14.9)
+
+
+def test_a_stage_without_a_budget_leaves_what_later_stages_need() -> None:
+    needs = [StageNeed("search"), StageNeed("generate", 1.0, takes_rest=True)]
+    assert plan(needs, 5.0) == pytest.approx([4.0, 1.0])
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.floats(0.0, 10.0), st.booleans()), min_size=1, max_size=7),
+    st.floats(0.0, 60.0),
+)
+def test_all_stages_together_stay_within_the_deadline(stages: list[tuple[float | None, bool]], total: float) -> None:
+    needs = [StageNeed(f"s{place}", budget, rest) for place, (budget, rest) in enumerate(stages)]
+    assert sum(plan(needs, total)) <= total + 1e-9
