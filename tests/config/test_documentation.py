@@ -86,6 +86,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
+    "`[routing.golden]`": routing.GoldenConfig,
     "`[canary]`": canary.CanaryConfig,
     "`[routing.shadows.NAME]`": routing.ShadowConfig,
     "`[routing.breaker]`": breaker.BreakerConfig,

@@ -95,6 +95,18 @@ class HedgeConfig(Section, frozen=True):
     samples: Annotated[int, Meta(ge=20, le=4096)] = 256  # recent requests the quantile is computed from, 20 to 4096
 
 
+class GoldenConfig(Section, frozen=True):
+    """Answers again with the golden variant when a response fails an online check."""
+
+    checks: tuple[Literal["json", "citations", "confidence"], ...] = ()  # empty: nothing is checked
+    variant: Text | None = None  # that answers instead; default: MODEL@golden of the same model
+    of: tuple[Text, ...] = ()  # variants whose responses are checked; empty: all with a golden variant
+    confidence: Share = 0.3  # mean token probability below which the check `confidence` fails
+    stream_tokens: Annotated[int, Meta(ge=1, le=256)] = 8  # tokens of a stream that are held and checked
+    within_s: Seconds = 60.0  # seconds a response may take to be checked; a slower one is passed on
+    hard_cases: Annotated[int, Meta(ge=0, le=100_000)] = 200  # failed requests to keep, of tenants that are recorded
+
+
 class ShadowConfig(Section, frozen=True):
     """Answers copies of served requests with another variant, to compare. Copies are never charged."""
 
@@ -126,6 +138,7 @@ class RoutingConfig(Section, frozen=True):
     cascades: dict[str, CascadeConfig] = field(default_factory=dict[str, CascadeConfig])
     chains: dict[str, ChainConfig] = field(default_factory=dict[str, ChainConfig])
     hedges: dict[str, HedgeConfig] = field(default_factory=dict[str, HedgeConfig])  # by variant
+    golden: GoldenConfig = GoldenConfig()
     shadows: dict[str, ShadowConfig] = field(default_factory=dict[str, ShadowConfig])
     breaker: BreakerConfig = BreakerConfig()
     health: VariantHealthConfig = VariantHealthConfig()

@@ -177,6 +177,12 @@ route_quality: Final = Histogram(
     buckets=_SHARES,
     registry=registry,
 )
+golden: Final = Counter(
+    "headrace_golden",
+    "Answers by the golden variant, by the variant that failed a check and the check: json, citations, confidence.",
+    ("model", "check"),
+    registry=registry,
+)
 canary_percent: Final = Gauge(
     "headrace_canary_percent",
     "Share of the control's requests that the candidate gets.",

@@ -37,6 +37,7 @@ from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
 from headrace.lab.online.lab_store import SqliteLabStore
+from headrace.lab.online.online_checks import failed_check
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
@@ -111,6 +112,7 @@ def assemble(
 
 def assemble_lab(config: Config, services: Services, database: Database) -> OnlineLab:
     """Build what proves itself on live traffic, and let it see the answers of these services."""
+    services.dispatcher.check_answers(failed_check)
     lab = OnlineLab.from_config(config, services, SqliteLabStore(database))
     services.answer_observers += lab.observers
     services.loops += lab.loops

@@ -54,6 +54,7 @@ PATHS = (
     ("GET", "shadows"),
     ("GET", "shadows/trial"),
     ("GET", "quality"),
+    ("GET", "hard-cases"),
     ("GET", "canary"),
     ("POST", "canary"),
     ("POST", "canary/promote"),

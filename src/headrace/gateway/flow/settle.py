@@ -17,6 +17,7 @@ from headrace.gateway.ledger.prices import microseconds
 from headrace.gateway.ledger.request_ledger import RequestLedger
 from headrace.gateway.requests.text_request import Choice, TokenUsage, combine_usages
 from headrace.gateway.routing.composite_answerer import CompositeAnswerer, VariantCharge, choice_count, sum_usage
+from headrace.gateway.routing.golden import failed_golden_check
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.observe import metrics
 
@@ -48,8 +49,20 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
     if steps := state.degradation.record.steps:
         state.exchange.notes["degraded"] = list(steps)
     _note_route(state)
+    _note_golden(state)
     _finish_observed(state, outcome, error)
     state.exchange.timeline.enter("post")
+
+
+def _note_golden(state: FlowState) -> None:
+    """Mark an answer that the golden variant gave because another one failed a check."""
+    generation = state.generation
+    if not state.plan.golden or generation is None or state.exchange.answered_by not in ("", "shared"):
+        return
+    if (found := failed_golden_check(routing_decisions(generation))) is not None:
+        check, instead_of, variant = found
+        state.exchange.notes["golden"] = {"check": check, "instead_of": instead_of, "variant": variant}
+        metrics.of(metrics.golden, instead_of, check).inc()
 
 
 def _finish_observed(state: FlowState, outcome: Outcome, error: ApiError | None) -> None:

@@ -35,6 +35,8 @@ from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
 from headrace.gateway.flow.shape import prime, shape
 from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TakeDelta
+from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
+from headrace.gateway.routing.golden import failed_golden_check
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
@@ -125,6 +127,8 @@ class TextFlow:
         decisions = (*state.plan.decisions, *(routing_decisions(generation) if generation is not None else ()))
         if decisions:
             headers |= route_headers(decisions)
+            if (failed := failed_golden_check(decisions)) is not None:
+                headers["x-headrace-golden"] = failed[0]
         return headers
 
     def cancel(self) -> None:

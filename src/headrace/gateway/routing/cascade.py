@@ -68,7 +68,7 @@ class CascadeAnswerer(CompositeAnswerer):
         return charges
 
     async def begin(self) -> None:
-        small = self._small = self._start(self._make_small(_with_logprobs(self.exchange.text_request)))
+        small = self._small = self._start(self._make_small(with_logprobs(self.exchange.text_request)))
         try:
             await small.begin()
         except ApiError as error:
@@ -121,7 +121,7 @@ class CascadeAnswerer(CompositeAnswerer):
         self._serve(small)
         held, wanted = list(self._held), self.exchange.text_request.sampling.logprobs
         self._held.clear()
-        self._held.extend(_without_extra_logprobs(piece, wanted) for piece in held)
+        self._held.extend(without_extra_logprobs(piece, wanted) for piece in held)
         why = f"{measure} {value:.3f} >= {threshold:.3f}"
         self.decisions.append(RoutingDecision("cascade", small.exchange.served.name, why))
 
@@ -152,7 +152,7 @@ class CascadeAnswerer(CompositeAnswerer):
 
     def _hide_logprobs(self, take: TakeDelta) -> TakeDelta:
         wanted = self.exchange.text_request.sampling.logprobs
-        return lambda piece: take(_without_extra_logprobs(piece, wanted))
+        return lambda piece: take(without_extra_logprobs(piece, wanted))
 
     def _add_first_try(self, take: TakeDelta) -> TakeDelta:
         """Add the small model's usage to the reported usage, once for all choices."""
@@ -167,13 +167,13 @@ class CascadeAnswerer(CompositeAnswerer):
         return added
 
 
-def _with_logprobs(text_request: TextRequest) -> TextRequest:
+def with_logprobs(text_request: TextRequest) -> TextRequest:
     """Ask for the log-probabilities that the confidence needs."""
     sampling = text_request.sampling
     return text_request.but(sampling=msgspec.structs.replace(sampling, logprobs=max(TOP, sampling.logprobs or 0)))
 
 
-def _without_extra_logprobs(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:
+def without_extra_logprobs(piece: ChoiceDelta, wanted: int | None) -> ChoiceDelta:
     """Drop the log-probabilities that the client did not ask for."""
     if piece.logprobs is not None:
         piece.logprobs = (

@@ -9,10 +9,13 @@ import logging
 from functools import partial
 from typing import Final
 
+from msgspec.structs import replace
+
 from headrace.config import RoutingConfig
 from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.routing.canary_routes import CanaryRoutes
 from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
+from headrace.gateway.routing.golden import AnswerCheck
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.router import RoutePlan, Router
@@ -30,20 +33,41 @@ class Dispatcher:
 
     def __init__(self, config: RoutingConfig, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._golden = config.golden
         self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
         self.router = Router(config, self._why_unavailable)
         self.canaries = CanaryRoutes(config.conversation, self._why_unavailable)
         self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
-        self._composer = PlanComposer(self._part, self.health, self._hedgings, own_breakers=upstreams)
+        self._composer = PlanComposer(
+            self._part, self.health, self._hedgings, own_breakers=upstreams, golden=config.golden
+        )
 
     def route(self, exchange: Exchange) -> RoutePlan:
         plan = RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
-        return self.canaries.apply(exchange, plan) if self.canaries.by_control else plan
+        if self.canaries.by_control:
+            plan = self.canaries.apply(exchange, plan)
+        return self._with_golden(exchange, plan) if self._golden.checks else plan
+
+    def check_answers(self, check: AnswerCheck) -> None:
+        """Set the checks of whole answers, for the golden fallback."""
+        self._composer.check = check
+
+    def _with_golden(self, exchange: Exchange, plan: RoutePlan) -> RoutePlan:
+        """Add the golden variant, but not to requests that measure or name a variant."""
+        config, text_request = self._golden, exchange.text_request
+        golden = config.variant or f"{plan.variant.partition('@')[0]}@golden"
+        if golden == plan.variant or golden not in self._fleet.served or "@" in text_request.model:
+            return plan
+        if config.of and plan.variant not in config.of and plan.small not in config.of:
+            return plan
+        if text_request.echo or text_request.max_tokens == 0 or not self.canaries.may_use(exchange.caller, golden):
+            return plan
+        return replace(plan, golden=golden)
 
     def generation(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
         """Return what carries out the plan. Nothing of it runs yet."""
-        is_plain = not plan.steps and plan.cascade is None and plan.variant not in self._hedgings
+        is_plain = not plan.steps and not plan.golden and plan.cascade is None and plan.variant not in self._hedgings
         if is_plain and self.router.idle and not plan.arm:
             return self._plain(exchange)
         for decision in plan.decisions:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, cast
 
-from headrace.config.routing_section import HedgeConfig
+from headrace.config.routing_section import GoldenConfig, HedgeConfig
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.breaker_answerer import BreakerAnswerer
 from headrace.gateway.routing.cascade import CascadeAnswerer
@@ -25,6 +25,7 @@ from headrace.gateway.routing.composite_answerer import (
     derive_exchange,
 )
 from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
+from headrace.gateway.routing.golden import AnswerCheck, GoldenAnswerer
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.hedge import HedgedAnswerer, HedgePolicy
 from headrace.gateway.routing.router import RoutePlan
@@ -42,6 +43,7 @@ class PlanComposer:
         hedgings: Mapping[str, HedgePolicy] | None = None,
         *,
         own_breakers: Collection[str] = (),
+        golden: GoldenConfig | None = None,
         settled: SettledCallback | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -50,6 +52,8 @@ class PlanComposer:
         self._make = make
         self._health = health
         self._hedgings = dict(hedgings or {})
+        self._golden = golden or GoldenConfig()
+        self.check: AnswerCheck | None = None  # of whole answers, for the golden fallback
         self._own_breakers = frozenset(own_breakers)
         self._settled = settled
         self._clock = clock
@@ -64,6 +68,14 @@ class PlanComposer:
                 return CascadeAnswerer(whole, small, large, cascade, clock=self._clock)
 
             factory = make_cascade
+        if plan.golden:
+            checked, better = factory, self._variant(exchange, plan.golden, True)
+
+            def make_golden(text_request: TextRequest) -> Answerer:
+                whole = derive_exchange(exchange, exchange.served, text_request)
+                return GoldenAnswerer(whole, checked, better, self._golden, self.check, clock=self._clock)
+
+            factory = make_golden
         steps = [FallbackStep(plan.variant, factory)]
         steps += [
             FallbackStep(step.variant, self._variant(exchange, step.variant, True), step.then) for step in plan.steps
@@ -71,7 +83,7 @@ class PlanComposer:
         return FallbackAnswerer(
             exchange,
             steps,
-            patience=plan.patience,
+            patience=max(plan.patience, self._golden.within_s) if plan.golden else plan.patience,
             diverged=cast(Literal["restart", "error"], plan.diverged),
             whole=not exchange.text_request.stream,
             settled=self._settled,

@@ -38,6 +38,7 @@ class RoutePlan(msgspec.Struct, frozen=True):
     diverged: str = "error"
     cascade: CascadeConfig | None = None  # with its threshold resolved
     decisions: tuple[RoutingDecision, ...] = ()
+    golden: str = ""  # variant that answers instead if the answer fails a check
     arm: Literal["", "control", "candidate"] = ""  # of the canary that the request takes part in
     control: str = ""  # its control
 

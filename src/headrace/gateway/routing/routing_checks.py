@@ -66,6 +66,13 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", variant, variants, here)
         if hedge.least_ms > hedge.most_ms:
             yield f"{here}.most_ms", f"expected at least least_ms, {hedge.least_ms:g}, found {hedge.most_ms:g}"
+    golden = config.golden
+    if golden.variant is not None:
+        yield from _known("variant", golden.variant, variants, f"{where}.golden.variant")
+    elif golden.checks and not any(name.endswith("@golden") for name in variants):
+        yield f"{where}.golden.variant", "no model has a variant named golden. Add one, or name another variant here"
+    for place, variant in enumerate(golden.of):
+        yield from _known("variant", variant, variants, f"{where}.golden.of[{place}]")
     for name, shadow in config.shadows.items():
         here = f"{where}.{key_path('shadows', name)}"
         yield from _known("variant", shadow.variant, variants, f"{here}.variant")

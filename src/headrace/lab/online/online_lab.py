@@ -13,8 +13,10 @@ from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.online.answer_difference import Similarity
 from headrace.lab.online.canaries import Canaries
 from headrace.lab.online.canary_operations import CanaryOperations
+from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.lab_store import LabStore
 from headrace.lab.online.shadows import RouteQuality, Shadow
+from headrace.lab.recording.redaction import Redactor
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 
@@ -22,10 +24,16 @@ Loop = Callable[[], Coroutine[Any, Any, None]]
 class OnlineLab:
     """All of it belongs to one event loop."""
 
-    def __init__(self, shadows: Mapping[str, Shadow] | None = None, canaries: Canaries | None = None) -> None:
+    def __init__(
+        self,
+        shadows: Mapping[str, Shadow] | None = None,
+        canaries: Canaries | None = None,
+        hard_cases: HardCases | None = None,
+    ) -> None:
         """`canaries`: None in a front process, which relays calls about them."""
         self.shadows = shadows or {}
         self.canaries = canaries
+        self.hard_cases = hard_cases  # None: none are kept
 
     @classmethod
     def from_config(
@@ -46,12 +54,19 @@ class OnlineLab:
             similarity,
             prices=PriceBook.from_config(config.prices),
         )
-        return cls(shadows, canaries)
+        golden, recording = config.routing.golden, config.recording
+        hard_cases = None
+        if golden.checks and golden.hard_cases:
+            redactor = Redactor.from_config(recording)
+            hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=recording.unnamed)
+            services.accounts.shared.listen(hard_cases.follow)
+        return cls(shadows, canaries, hard_cases)
 
     @property
     def observers(self) -> tuple[AnswerObserver, ...]:
         canaries = () if self.canaries is None else (self.canaries,)
-        return (*self.shadows.values(), *canaries)
+        hard_cases = () if self.hard_cases is None else (self.hard_cases,)
+        return (*self.shadows.values(), *canaries, *hard_cases)
 
     @property
     def loops(self) -> tuple[Loop, ...]:

@@ -35,8 +35,18 @@ def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
         tables.query(call, {})
         return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
 
+    async def hard_cases(call: ApiCall) -> None:
+        tables.query(call, {})
+        body = b"" if lab.hard_cases is None else lab.hard_cases.trace()
+        await call.begin_download(len(body), "application/jsonl", "hard-cases.jsonl", {"cache-control": "no-store"})
+        if call.scope["method"] != "HEAD":
+            await call.write(body)
+        await call.write(b"", more=False)
+
     route = functools.partial(administration.route, open_here=True)
+    about = "Export requests whose answer failed an online check, as a trace."
     return (
+        administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
         route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
