@@ -8,7 +8,8 @@ from typing import Final
 
 from headrace.bench.report.charts import histograms, percentile_charts, request_bars, time_lines
 from headrace.bench.report.load_charts import load_charts
-from headrace.bench.report.markup import Html, join, page, tag
+from headrace.bench.report.markup import Html, tag
+from headrace.bench.report.page import report_page, section
 from headrace.bench.report.report_tables import (
     ReportedRun,
     errors_table,
@@ -26,11 +27,9 @@ from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.bench.results.formatting import clean
 from headrace.bench.results.result_columns import columns
 from headrace.errors import RequestError
-from headrace.observe.web import web_text
 
 MOST_RESULTS: Final = 16  # per report; the style sheet can hide as many
 MOST_WARNINGS: Final = 50
-_HERE: Final = Path(__file__).parent
 _GLOSSARY: Final = (
     ("TTFT", "time from sending a request to its first content, reasoning or tool delta"),
     ("ITL", "gaps between streamed outputs, of all requests"),
@@ -58,30 +57,17 @@ def html(results: BenchmarkResult | Sequence[BenchmarkResult], *, machine: str =
     title = "Benchmark of " + (every[0].model or every[0].url or "a server")
     if len(runs) > 1:
         title = "Benchmark of " + ", ".join(run.name for run in runs)
-    style = web_text("base.css", "charts.css") + (_HERE / "report.css").read_text(encoding="utf-8")
-    script = web_text("theme.js", "tooltips.js") + (_HERE / "report.js").read_text(encoding="utf-8")
-    parts = (
-        _header(runs, title),
-        tag("main", *_main(runs, machine)),
-        _footer(),
-        tag("div", id="tip", role="status", hidden="hidden"),
-    )
-    return page(title, *parts, style=style, script=script)
+    return report_page(clean(title, 240), _under(runs), _main(runs, machine), glossary=_GLOSSARY)
 
 
-def _header(runs: Sequence[ReportedRun], title: str) -> Html:
+def _under(runs: Sequence[ReportedRun]) -> str:
     first = runs[0].result
     parts = (
         [first.url, first.workload, first.load, first.started_at] if len(runs) == 1 else [first.workload, first.load]
     )
     if len(runs) == 1 and first.label:
         parts.insert(0, first.label)
-    under = " · ".join(clean(part, 200) for part in parts if part)
-    return tag(
-        "header",
-        tag("div", tag("h1", clean(title, 240)), tag("p", under, class_="under")),
-        tag("button", "Dark", id="theme", type="button", hidden="hidden"),
-    )
+    return " · ".join(clean(part, 200) for part in parts if part)
 
 
 def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
@@ -93,10 +79,10 @@ def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
         found.insert(0, tag("ul", *lines, class_="warnings", aria_label="Warnings"))
     bars = request_bars(runs[0]) if alone else None
     found += [
-        _section("Latency and throughput against load", load_charts(runs)),
-        _section("Latency by percentile", percentile_charts(runs)),
-        _section("Over time", [*time_lines(runs), *([bars] if bars is not None else [])]),
-        _section("Distributions", histograms(runs)),
+        section("Latency and throughput against load", load_charts(runs), charts=True),
+        section("Latency by percentile", percentile_charts(runs), charts=True),
+        section("Over time", [*time_lines(runs), *([bars] if bars is not None else [])], charts=True),
+        section("Distributions", histograms(runs), charts=True),
     ]
     tables = [figures_table(run) for run in runs] if alone else []
     tables += [totals_table(runs), *(each for each in (stages_table(runs),) if each is not None), *group_tables(runs)]
@@ -108,14 +94,3 @@ def _main(runs: Sequence[ReportedRun], machine: str) -> list[Html]:
         found.append(tag("p", "The result has no rows of requests, so there are no curves.", class_="under"))
     found.append(tag("section", tag("h2", "What was run"), *(ran_table(run, machine) for run in runs)))
     return found
-
-
-def _section(title: str, charts: Sequence[Html]) -> Html:
-    if not charts:
-        return Html()
-    return tag("section", tag("h2", title), tag("div", *charts, class_="charts"))
-
-
-def _footer() -> Html:
-    words = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in _GLOSSARY)
-    return tag("footer", tag("dl", *words))

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.bench.report.markup import Html, escape, join, tag
+from headrace.bench.report.page import tile_list
 from headrace.bench.report.plot import colour
 from headrace.bench.results.benchmark_result import BenchmarkResult, Distribution, RequestStats, StageResult
 from headrace.bench.results.formatting import clean, milliseconds, number, seconds, share
@@ -97,24 +98,21 @@ def headline(run: ReportedRun) -> tuple[RequestStats, str]:
 def tiles(run: ReportedRun) -> Html:
     """Build the tiles with the key figures."""
     total, load = headline(run)
-    found: list[Html] = []
-
-    def tile(title: str, value: str, under: str, look: str | None = None) -> None:
-        parts = (tag("dt", title), tag("dd", value, class_="big"), tag("dd", under))
-        found.append(tag("div", *parts, class_=look))
-
+    found: list[tuple[str, str, str, bool]] = []
     for name in ("ttft", "itl", "tpot", "e2el"):
         spread: Distribution | None = getattr(total, name)
         if spread is not None:
-            tile(f"{SHORT[name]} p50", milliseconds(spread.p50), f"p99 {milliseconds(spread.p99)}")
-    tile("Output tokens/s", number(total.output_throughput), f"best second {number(total.peak_output_per_s)}")
-    tile("Requests/s", number(total.request_throughput), f"{number(total.completed)} in {seconds(total.seconds)}")
+            found.append((f"{SHORT[name]} p50", milliseconds(spread.p50), f"p99 {milliseconds(spread.p99)}", False))
+    best = f"best second {number(total.peak_output_per_s)}"
+    found.append(("Output tokens/s", number(total.output_throughput), best, False))
+    completed = f"{number(total.completed)} in {seconds(total.seconds)}"
+    found.append(("Requests/s", number(total.request_throughput), completed, False))
     if total.goodput is not None:
         met = share((total.good or 0) / total.requests) if total.requests else "-"
-        tile("Goodput", f"{number(total.goodput)}/s", f"{met} met every objective")
+        found.append(("Goodput", f"{number(total.goodput)}/s", f"{met} met every objective", False))
     failed = share(total.failed / total.requests) if total.requests else "-"
-    tile("Failed", number(total.failed), f"{failed} of {number(total.requests)}", "bad" if total.failed else None)
-    shown = tag("dl", *found, class_="tiles")
+    found.append(("Failed", number(total.failed), f"{failed} of {number(total.requests)}", bool(total.failed)))
+    shown = tile_list(found)
     return join(tag("p", f"{load[0].upper()}{load[1:]}:", class_="at"), shown) if load else shown
 
 

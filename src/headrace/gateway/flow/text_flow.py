@@ -35,7 +35,6 @@ from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
 from headrace.gateway.flow.shape import prime, shape
 from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TakeDelta
-from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
 from headrace.gateway.routing.golden import failed_golden_check
 from headrace.gateway.routing.plan_composer import routing_decisions
 from headrace.gateway.routing.router import RoutePlan, route_headers
