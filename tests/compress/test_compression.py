@@ -18,7 +18,7 @@ import pytest
 from headrace.compress.compression import check_model, compress_model, memory_needed, products_of, scale_type
 from headrace.compress.disk_layout import DenseType, dense_type
 from headrace.compress.layer_compression import LayerCompression
-from headrace.compress.layer_pass import LayerPass, Tokens, embed, head_logits, head_weight, load_layer, load_tensor
+from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, head_logits, head_weight, load_layer
 from headrace.compress.recipe import METHODS, Recipe
 from headrace.errors import RequestError
 from headrace.models.config_json import ConfigJson
@@ -43,7 +43,7 @@ def all_logits(folder: ModelFolder, prompts: Sequence[Sequence[int]] = PROMPTS) 
     hidden = embed(folder, tokens)
     for index in range(len(folder.spec.layers)):
         hidden = LayerPass(folder.spec, index, load_layer(folder, index)).forward(hidden, tokens.offsets)
-    return head_logits(folder.spec, hidden, load_tensor(folder, "norm"), head_weight(folder))
+    return head_logits(folder.spec, hidden, final_norm(folder), head_weight(folder))
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headrace.compress.layer_pass import LayerPass, Tokens, embed, head_logits, head_weight, load_layer, load_tensor
+from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, head_logits, head_weight, load_layer
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.models.model_folder import open_model
@@ -27,7 +27,7 @@ def test_logits_are_those_of_the_core(name: str, tiny: Callable[[str], Reference
     hidden = embed(folder, tokens)
     for index in range(len(folder.spec.layers)):
         hidden = LayerPass(folder.spec, index, load_layer(folder, index)).forward(hidden, tokens.offsets)
-    found = head_logits(folder.spec, hidden, load_tensor(folder, "norm"), head_weight(folder))
+    found = head_logits(folder.spec, hidden, final_norm(folder), head_weight(folder))
     for begin, end, core in zip(tokens.offsets, tokens.offsets[1:], expected, strict=False):
         assert np.abs(found[begin:end] - core).max() / np.abs(core).max() < 1e-4
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.compress.bit_plan import CANDIDATES, plan_bits
 from headrace.compress.compression import products_of
 from headrace.compress.grids import dequantise, fit, round_to_nearest
-from headrace.compress.layer_pass import LayerPass, Tokens, embed, head_logits, head_weight, load_layer, load_tensor
+from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, head_logits, head_weight, load_layer
 from headrace.compress.recipe import Recipe
 from headrace.compress.sensitivity import PROBE_BITS, ProductSensitivity, measure_sensitivity
 from headrace.errors import RequestError
@@ -30,7 +30,7 @@ def log_probabilities(folder: ModelFolder, tokens: Tokens, rounded: str | None) 
             grid = fit(tensors[name], RECIPE.grid(PROBE_BITS))
             tensors[name] = dequantise(round_to_nearest(tensors[name], grid), grid)
         hidden = LayerPass(folder.spec, index, tensors).forward(hidden, tokens.offsets)
-    logits = head_logits(folder.spec, hidden, load_tensor(folder, "norm"), head_weight(folder)).astype(np.float64)
+    logits = head_logits(folder.spec, hidden, final_norm(folder), head_weight(folder)).astype(np.float64)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 

@@ -348,22 +348,144 @@ def _mistral_plain() -> Any:
     return transformers.MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False)
 
 
+def _ministral() -> Any:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return transformers.MinistralConfig(
+        **SIZES, head_dim=24, sliding_window=WINDOW, layer_types=types, tie_word_embeddings=False
+    )
+
+
+def _mistral3() -> Any:
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    return transformers.Mistral3Config(
+        text_config=_mistral_plain(), vision_config=vision, image_token_index=VOCAB - 1, tie_word_embeddings=False
+    )
+
+
+def _seed_oss() -> Any:
+    return transformers.SeedOssConfig(**SIZES, head_dim=24, attention_out_bias=True, tie_word_embeddings=False)
+
+
+def _gemma() -> Any:
+    return transformers.GemmaConfig(**SIZES, head_dim=24, rms_norm_eps=1e-3)
+
+
+def _olmo3() -> Any:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.2,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    rope = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
+    return transformers.Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4}, sliding_window=WINDOW, rope_parameters=rope, tie_word_embeddings=False
+    )
+
+
+def _olmoe() -> Any:
+    return transformers.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=3, tie_word_embeddings=False)
+
+
+def _exaone4() -> Any:
+    return transformers.Exaone4Config(
+        **{**SIZES, "num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2, tie_word_embeddings=False
+    )
+
+
+def _exaone4_without_window() -> Any:
+    types = ["full_attention"] * SIZES["num_hidden_layers"]
+    return transformers.Exaone4Config(**SIZES, sliding_window=None, layer_types=types, tie_word_embeddings=True)
+
+
+def _granite() -> Any:
+    return transformers.GraniteConfig(
+        **SIZES,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.125,
+        residual_multiplier=0.22,
+        logits_scaling=8.0,
+        rms_norm_eps=1e-3,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    )
+
+
+def _granite_moe() -> Any:
+    return transformers.GraniteMoeConfig(
+        **SIZES,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=4.0,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+
+
+def _glm() -> Any:
+    return transformers.GlmConfig(**SIZES, head_dim=24, attention_bias=True, tie_word_embeddings=False)
+
+
+def _glm4() -> Any:
+    return transformers.Glm4Config(**SIZES, head_dim=16, attention_bias=False, tie_word_embeddings=False)
+
+
+def _ernie() -> Any:
+    return transformers.Ernie4_5Config(**SIZES, head_dim=24, use_bias=True, tie_word_embeddings=True)
+
+
+def _stablelm() -> Any:
+    return transformers.StableLmConfig(**SIZES, use_qkv_bias=True, tie_word_embeddings=False)
+
+
+def _starcoder2() -> Any:
+    return transformers.Starcoder2Config(**SIZES, sliding_window=WINDOW, norm_epsilon=1e-3)
+
+
+def _eurobert() -> Any:
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
+    return transformers.EuroBertConfig(**sizes, head_dim=24)
+
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("LlamaForCausalLM", _llama),
     "llama-linear-tied": Tiny("LlamaForCausalLM", _llama_linear, save={"max_shard_size": "100KB"}),
     "mistral": Tiny("MistralForCausalLM", _mistral),
+    "ministral": Tiny("MinistralForCausalLM", _ministral),
+    "mistral3": Tiny("Mistral3ForConditionalGeneration", _mistral3),
+    "seed-oss": Tiny("SeedOssForCausalLM", _seed_oss),
     "smollm3": Tiny("SmolLM3ForCausalLM", _smollm3),
     "qwen2": Tiny("Qwen2ForCausalLM", _qwen2),
     "qwen2-yarn": Tiny("Qwen2ForCausalLM", _qwen2_yarn),
     "qwen3": Tiny("Qwen3ForCausalLM", _qwen3),
     "qwen3-moe": Tiny("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen3-moe-fused": Tiny("Qwen3MoeForCausalLM", _qwen3_moe_sparse_step, save={"save_original_format": False}),
+    "gemma": Tiny("GemmaForCausalLM", _gemma),
     "gemma2": Tiny("Gemma2ForCausalLM", _gemma2),
     "gemma3": Tiny("Gemma3ForCausalLM", _gemma3_text),
     "gemma3-vision": Tiny("Gemma3ForConditionalGeneration", _gemma3_vision),
     "phi3": Tiny("Phi3ForCausalLM", _phi3),
     "phi3-window-tied": Tiny("Phi3ForCausalLM", _phi3_window),
     "olmo2": Tiny("Olmo2ForCausalLM", _olmo2),
+    "olmo3": Tiny("Olmo3ForCausalLM", _olmo3),
+    "olmoe": Tiny("OlmoeForCausalLM", _olmoe),
+    "exaone4": Tiny("Exaone4ForCausalLM", _exaone4),
+    "exaone4-tied": Tiny("Exaone4ForCausalLM", _exaone4_without_window),
+    "granite": Tiny("GraniteForCausalLM", _granite),
+    "granite-moe": Tiny("GraniteMoeForCausalLM", _granite_moe),
+    "glm": Tiny("GlmForCausalLM", _glm),
+    "glm4": Tiny("Glm4ForCausalLM", _glm4),
+    "ernie": Tiny("Ernie4_5ForCausalLM", _ernie),
+    "stablelm": Tiny("StableLmForCausalLM", _stablelm),
+    "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
     "mixtral": Tiny("MixtralForCausalLM", _mixtral),
     "mixtral-fused": Tiny("MixtralForCausalLM", _mixtral_window, save={"save_original_format": False}),
     "bert": Tiny("BertModel", _bert, encoder=True),
@@ -388,6 +510,7 @@ TINY: dict[str, Tiny] = {
         pooling={},
         dense=((200, "Identity"), (40, "Tanh"), (24, "GELU")),
     ),
+    "eurobert": Tiny("EuroBertModel", _eurobert, encoder=True, pooling={"pooling_mode_mean_tokens": True}),
     "bert-max": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode": "max"}),
     "bert-weighted": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode": "weightedmean"}),
     "bert-sqrt": Tiny("BertModel", _bert, encoder=True, pooling={"pooling_mode_mean_sqrt_len_tokens": True}),

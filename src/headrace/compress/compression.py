@@ -74,6 +74,12 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             f"{folder.path.name} is a GGUF file. Pass the folder in Hugging Face layout that it was made from.",
             parameter="model",
         )
+    if any(part.pairs for parts in folder.sources.values() for part in parts):
+        raise RequestError(
+            f"{folder.spec.architecture} keeps the rows of queries and keys in pairs, which `headrace compress` cannot "
+            "write yet. Serve it with --weights int8 or int4 instead.",
+            parameter="model",
+        )
     for name in products_of(folder):
         inputs, group = folder.shapes[name][1], recipe.grid(8).group
         if recipe.bits[name] < KEPT and group and inputs % group:

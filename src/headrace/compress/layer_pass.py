@@ -69,7 +69,17 @@ def load_tensor(folder: ModelFolder, name: str) -> F32:
     values = folder.tensor(name).to_f32()
     if folder.spec.norm_offset and is_norm(name):
         values = values + np.float32(folder.spec.norm_offset)
+    if name in ("norm", "norm.bias"):
+        values = values * np.float32(folder.spec.logit_scale)
     return values
+
+
+def final_norm(folder: ModelFolder) -> tuple[F32, F32 | None] | None:
+    """Return the weight and bias of the norm after the last layer."""
+    if not folder.spec.final_norm:
+        return None
+    bias = load_tensor(folder, "norm.bias") if "norm.bias" in folder.shapes else None
+    return load_tensor(folder, "norm"), bias
 
 
 def is_norm(name: str) -> bool:
@@ -88,9 +98,9 @@ def head_weight(folder: ModelFolder) -> F32:
     return folder.tensor("embed" if folder.spec.tied else "head").to_f32()
 
 
-def head_logits(spec: ModelSpec, hidden: F32, final_norm: F32 | None, head: F32) -> F32:
+def head_logits(spec: ModelSpec, hidden: F32, norm: tuple[F32, F32 | None] | None, head: F32) -> F32:
     """Return logits of rows of hidden states after the last layer."""
-    rows = hidden if final_norm is None else normalise(hidden, final_norm, None, spec)
+    rows = hidden if norm is None else normalise(hidden, *norm, spec)
     logits = rows @ head.T
     if spec.logit_softcap:
         cap = np.float32(spec.logit_softcap)

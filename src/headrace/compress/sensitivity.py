@@ -20,10 +20,10 @@ from headrace.compress.layer_pass import (
     LayerPass,
     Tokens,
     embed,
+    final_norm,
     head_logits,
     head_weight,
     load_layer,
-    load_tensor,
 )
 from headrace.compress.recipe import Recipe
 from headrace.models.model_folder import ModelFolder
@@ -129,7 +129,7 @@ def _forward(layer: LayerPass, states: Sequence[F32], tokens: Tokens) -> list[F3
 
 
 def _divergences(folder: ModelFolder, base: F32, states: Sequence[F32]) -> list[float]:
-    norm = load_tensor(folder, "norm") if folder.spec.final_norm else None
+    norm = final_norm(folder)
     head = head_weight(folder)
     totals = np.zeros(len(states))
     step = max(1, _LOGITS // len(head))

@@ -83,9 +83,14 @@ class ModelFolder:
 
     def _part(self, name: str, part: TensorPart) -> DenseTensor:
         tensor = self.weights.dense(part.name)
-        if part.index is None and part.row is None:
+        if part.pairs is not None:
+            data = tensor.data[part.row_order(len(tensor.data))]
+        elif part.row is not None:
+            data = tensor.data[part.row : part.row + 1]
+        elif part.index is not None:
+            data = tensor.data[part.index]
+        else:
             return tensor
-        data = tensor.data[part.index] if part.row is None else tensor.data[part.row : part.row + 1]
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
 
     def check_shapes(self) -> None:

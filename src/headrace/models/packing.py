@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import headrace._core as _core
 from headrace.errors import ModelError
 from headrace.models.distance_buckets import spread_buckets
+from headrace.models.families import TensorPart
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.formats.pack_file import PackFile, PackWriter
 from headrace.models.formats.quantised_layer import runs
@@ -196,7 +197,7 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
 
 def _packed_codes(name: str, folder: ModelFolder, precision: Precision) -> _PackedTensor:
     """Pack a tensor of a quantised file with its own codes: nothing is rounded but scales, to f16."""
-    parts = [_stored_codes(folder, part.name, precision) for part in folder.sources[name]]
+    parts = [_stored_part(folder, part, precision) for part in folder.sources[name]]
     codes, scales, zeros = (np.concatenate(each) for each in zip(*parts, strict=True))
     if name.endswith(".gate_up"):
         codes, scales, zeros = _panels(codes), _panels(scales), _panels(zeros)
@@ -205,6 +206,14 @@ def _packed_codes(name: str, folder: ModelFolder, precision: Precision) -> _Pack
     own = np.ascontiguousarray(zeros) if precision.zeros else None
     gain = _core.pack_codes(codes, np.ascontiguousarray(scales), own, precision.format, precision.group, out)
     return _PackedTensor(name, _meta(precision, outputs, inputs, gain), out)
+
+
+def _stored_part(
+    folder: ModelFolder, part: TensorPart, precision: Precision
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.int16]]:
+    codes, scales, zeros = _stored_codes(folder, part.name, precision)
+    order = part.row_order(len(codes))
+    return (codes, scales, zeros) if order is None else (codes[order], scales[order], zeros[order])
 
 
 def _stored_codes(
@@ -255,6 +264,8 @@ def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _PackedTensor:
         values = values + np.float32(spec.norm_offset)
     elif name.endswith(".gate_up.bias"):
         values = _panels(values)
+    if name in ("norm", "norm.bias") and spec.logit_scale != 1.0:
+        values = values * np.float32(spec.logit_scale)
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     return _PackedTensor(name, {"kind": "vector"}, flat.view(np.uint8))
 

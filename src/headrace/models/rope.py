@@ -56,6 +56,24 @@ def read_rope(
     )
 
 
+def read_ropes_by_kind(
+    config: ConfigJson, head_size: int, *, theta: float, local_theta: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """Return the rope of full-attention layers, then that of sliding layers. A `rope_scaling` stretches the first."""
+    scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
+    if both is not None and scaling is not None:
+        raise config.error("rope_scaling", "Set either rope_scaling or rope_parameters, not both.")
+    if both is not None and not both.objects():
+        raise config.mismatch("rope_parameters", "a rope for full_attention and one for sliding_attention")
+    none = ConfigJson({}, path=config.path, prefix="rope_parameters.")
+    full = scaling or (both and both.optional_sub("full_attention")) or none
+    local = (both and both.optional_sub("sliding_attention")) or none
+    return (
+        rope_of(config, full, head_size, theta=theta),
+        rope_of(config, local, head_size, theta=local_theta),
+    )
+
+
 def rope_of(
     config: ConfigJson,
     parameters: ConfigJson,

@@ -117,6 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_scale: float
     attention_softcap: float = 0.0  # 0: none
     logit_softcap: float = 0.0  # 0: none
+    logit_scale: float = 1.0  # multiplies the weights of the final norm, and so the logits
     embedding_scale: float = 1.0
     tied: bool = False  # the output head is the embedding
     experts: ExpertSpec | None = None

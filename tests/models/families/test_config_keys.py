@@ -44,10 +44,10 @@ def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tin
     values = saved_config(reference)
     plain = spec_of(values, reference.folder)
     for found in (0.5, 1, 0, True, "x", [1], {"a": 1}):
-        with pytest.raises(ModelError, match=r"'residual_multiplier': Headrace does not know this key.*Found"):
-            spec_of({**values, "residual_multiplier": found}, reference.folder)
+        with pytest.raises(ModelError, match=r"'activation_multiplier': Headrace does not know this key.*Found"):
+            spec_of({**values, "activation_multiplier": found}, reference.folder)
     for off in (None, False, "", [], {}):
-        assert spec_of({**values, "residual_multiplier": off}, reference.folder) == plain
+        assert spec_of({**values, "activation_multiplier": off}, reference.folder) == plain
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, family_of, family_sources, model_spec
+from headrace.models.model_folder import open_model
 from headrace.models.spec import ModelSpec, tensor_shapes
 from tests.models.tiny_models import CONTEXT, TINY, WINDOW, Reference, saved_config, spec_of
 
@@ -157,7 +158,7 @@ def test_sparse_gemma3_config_of_the_hub_is_filled_in() -> None:
 
 
 # How a config of transformers 4, and so nearly every one on the hub, says the same.
-TWO_ROPES = {"gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma"}
+TWO_ROPES = {"olmo3", "gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma"}
 LEGACY = sorted(
     name for name in set(TINY) - TWO_ROPES if TINY[name].saved is None and not name.startswith("modernbert")
 )
@@ -192,6 +193,32 @@ def test_old_form_of_gemma3_ropes_says_the_same(tiny: Tiny) -> None:
     values |= {"rope_theta": full["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
     values["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
     assert spec_of(values) == expected
+
+
+def test_a_published_config_of_olmo3_stretches_the_rope_of_full_layers_alone(tiny: Tiny) -> None:
+    values = saved_config(tiny("olmo3"))
+    expected = spec_of(values)
+    full = values.pop("rope_parameters")["full_attention"]
+    del values["layer_types"]
+    values |= {"rope_theta": full.pop("rope_theta"), "rope_scaling": full}
+    assert spec_of(values) == expected
+
+
+def test_granite_folds_its_factors_into_sizes_that_the_core_knows(tiny: Tiny) -> None:
+    spec = spec_of(saved_config(tiny("granite")))
+    assert spec.embedding_scale == pytest.approx(12 / 0.22)
+    assert spec.norm_eps == pytest.approx(1e-3 / 0.22**2)
+    assert (spec.attention_scale, spec.logit_scale) == (0.125, 0.125)
+
+
+def test_queries_and_keys_of_glm_are_read_in_pairs(tiny: Tiny) -> None:
+    folder = open_model(tiny("glm").folder)
+    query, key, value = folder.sources["layers.0.attn.qkv"]
+    assert (query.pairs, key.pairs, value.pairs) == ((24, 12), (24, 12), None)
+    order = query.row_order(48)
+    assert order is not None
+    assert order[:14].tolist() == [0, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11, 12, 13]
+    assert sorted(order.tolist()) == list(range(48))
 
 
 def test_a_config_of_modernbert_says_the_same_as_on_the_hub(tiny: Tiny) -> None:

@@ -12,7 +12,13 @@ from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
     bert,
+    ernie,
+    eurobert,
+    exaone,
     gemma,
+    gemma1,
+    glm,
+    granite,
     llama,
     mixtral,
     modernbert,
@@ -22,6 +28,8 @@ from headrace.models.families import (
     phi,
     qwen,
     roberta,
+    stablelm,
+    starcoder,
 )
 from headrace.models.families.config_keys import check_keys
 from headrace.models.families.decoder import check_size
@@ -45,15 +53,23 @@ __all__ = [
 FAMILIES: tuple[Family, ...] = (
     llama,
     qwen,
+    gemma1,
     gemma,
     phi,
     olmo,
+    exaone,
+    granite,
+    glm,
+    ernie,
+    stablelm,
+    starcoder,
     mixtral,
     bert,
     roberta,
     mpnet,
     modernbert,
     nomic,
+    eurobert,
 )
 
 
@@ -66,6 +82,19 @@ HEADLESS: dict[str, str] = {
     "Qwen3Model": "Qwen3ForCausalLM",
     "Qwen3MoeModel": "Qwen3MoeForCausalLM",
     "MixtralModel": "MixtralForCausalLM",
+    "MinistralModel": "MinistralForCausalLM",
+    "SeedOssModel": "SeedOssForCausalLM",
+    "GemmaModel": "GemmaForCausalLM",
+    "Olmo3Model": "Olmo3ForCausalLM",
+    "OlmoeModel": "OlmoeForCausalLM",
+    "Exaone4Model": "Exaone4ForCausalLM",
+    "GraniteModel": "GraniteForCausalLM",
+    "GraniteMoeModel": "GraniteMoeForCausalLM",
+    "GlmModel": "GlmForCausalLM",
+    "Glm4Model": "Glm4ForCausalLM",
+    "Ernie4_5Model": "Ernie4_5ForCausalLM",
+    "StableLmModel": "StableLmForCausalLM",
+    "Starcoder2Model": "Starcoder2ForCausalLM",
     "Gemma2Model": "Gemma2ForCausalLM",
     "Gemma3TextModel": "Gemma3ForCausalLM",
     "Phi3Model": "Phi3ForCausalLM",

@@ -60,6 +60,13 @@ OUT_NORM_NAMES: Final[TensorNames] = {
     "mlp.out_norm": ("post_feedforward_layernorm",),
 }
 
+# A mixture's names as most families have them.
+EXPERT_NAMES: Final[TensorNames] = {
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
+}
+
 
 def layer_count(config: ConfigJson) -> int:
     return config.size("num_hidden_layers", maximum=MAX_LAYERS)
@@ -211,6 +218,19 @@ def named_sources(
     if spec.tied and sources["embed"][0].name not in names and f"{head}.weight" in names:
         sources["embed"] = (TensorPart(f"{head}.weight"),)  # some files store only the head of a tied pair
     return sources
+
+
+def paired_sources(sources: TensorSources, spec: ModelSpec) -> TensorSources:
+    """Return the sources of a model whose files have queries and keys in the pairs that the rope rotates."""
+    pairs = (spec.head_size, 2 * len(spec.ropes[0].inv_freq))
+
+    def paired(name: str, parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
+        if ".attn.qkv" not in name:
+            return parts
+        *rotated, values = parts
+        return (*(TensorPart(part.name, pairs=pairs) for part in rotated), values)
+
+    return {name: paired(name, parts) for name, parts in sources.items()}
 
 
 def fuse_experts(

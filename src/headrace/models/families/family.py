@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.models.config_json import ConfigJson
 from headrace.models.spec import ModelSpec
@@ -12,11 +14,25 @@ from headrace.models.spec import ModelSpec
 
 class TensorPart(msgspec.Struct, frozen=True):
     """A tensor in the files, or a part of one: expert `index` of a tensor that holds all experts ([experts, outputs,
-    inputs]), or one row."""
+    inputs]), or one row.
+
+    `pairs` is set for queries and keys whose files have the rows of a head in the pairs that the rope rotates: the
+    rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
+    second.
+    """
 
     name: str
     index: int | None = None
     row: int | None = None
+    pairs: tuple[int, int] | None = None
+
+    def row_order(self, rows: int) -> NDArray[np.intp] | None:
+        """Return which row of the file each of our rows is; None if they are in our order."""
+        if self.pairs is None:
+            return None
+        size, rotated = self.pairs
+        head = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)]
+        return (np.arange(0, rows, size)[:, None] + np.array(head)).reshape(-1)
 
 
 TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its parts, joined along the rows

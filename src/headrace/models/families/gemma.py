@@ -23,7 +23,7 @@ from headrace.models.families.decoder import (
     sliding_window,
 )
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.rope import read_rope, rope_of
+from headrace.models.rope import read_rope, read_ropes_by_kind
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -103,18 +103,11 @@ def _layers(config: ConfigJson, *, gemma3: bool, both_ways: bool) -> tuple[Layer
 
 
 def _ropes(config: ConfigJson, size: int) -> tuple[RopeSpec, RopeSpec]:
-    """Return the rope of full-attention layers, then that of sliding layers."""
-    scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
-    if both is not None and scaling is not None:
-        raise config.error("rope_scaling", "Set either rope_scaling or rope_parameters, not both.")
-    if both is not None and not both.objects():
-        raise config.mismatch("rope_parameters", "a rope for full_attention and one for sliding_attention")
-    none = ConfigJson({}, path=config.path, prefix="rope_parameters.")
-    full = scaling or (both and both.optional_sub("full_attention")) or none
-    local = (both and both.optional_sub("sliding_attention")) or none
-    return (
-        rope_of(config, full, size, theta=config.positive("rope_theta", default=1_000_000.0)),
-        rope_of(config, local, size, theta=config.positive("rope_local_base_freq", default=10_000.0)),
+    return read_ropes_by_kind(
+        config,
+        size,
+        theta=config.positive("rope_theta", default=1_000_000.0),
+        local_theta=config.positive("rope_local_base_freq", default=10_000.0),
     )
 
 

@@ -1,4 +1,5 @@
-"""Reads Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions) and Mistral (a sliding window)."""
+"""Reads Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions), Mistral (a sliding window),
+Ministral (some layers slide), the text part of Mistral 3 with vision, and Seed-OSS (biases on q, k and v)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import msgspec
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
-    decoder_prefix,
     decoder_spec,
+    find_prefix,
     gated_sliding_window,
     head_size,
     layer_count,
@@ -20,15 +21,42 @@ from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
-architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM")
-ignored: tuple[str, ...] = ("use_sliding_window", "max_window_layers", "no_rope_layer_interval")
+architectures: tuple[str, ...] = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "Mistral3ForConditionalGeneration",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+)
+ignored: tuple[str, ...] = (
+    "use_sliding_window",
+    "max_window_layers",
+    "no_rope_layer_interval",
+    # The image part of a Mistral 3 is not loaded.
+    "vision_config",
+    "image_token_index",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
+)
+
+_WINDOWED = ("MistralForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration")
+# The text part of a model with images has a longer prefix, which converters have changed over time.
+_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
+    if architecture == "Mistral3ForConditionalGeneration":
+        tied = config.flag("tie_word_embeddings", default=True)
+        config = config.sub("text_config").with_defaults({"tie_word_embeddings": tied})
+        config.refuse("model_type", "the text part must be a Mistral", unless=("mistral",))
+        config.refuse("quantization_config", "it belongs beside text_config, not into it")
     smollm3 = architecture == "SmolLM3ForCausalLM"
     config.refuse("rope_interleaved", "the rope must rotate halves", unless=(False,))
-    size = head_size(config)
+    size = head_size(config, default=128 if architecture == "SeedOssForCausalLM" else None)
     plain = decoder_spec(
         config,
         family="llama",
@@ -39,26 +67,31 @@ def spec(config: ConfigJson) -> ModelSpec:
         norm_eps=1e-6,
         default_tied=smollm3,
     )
-    if architecture == "MistralForCausalLM":
+    if architecture in _WINDOWED:
         return plain
-    bias = config.flag("attention_bias", default=False)
-    return msgspec.structs.replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", default=False))
+    seed = architecture == "SeedOssForCausalLM"
+    bias = config.flag("attention_bias", default=seed)
+    o_bias = config.flag("attention_out_bias", default=False) if seed else bias
+    return msgspec.structs.replace(plain, qkv_bias=bias, o_bias=o_bias, mlp_bias=config.flag("mlp_bias", default=False))
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return named_sources(spec, LLAMA_NAMES, names, prefix=decoder_prefix(names))
+    prefix = find_prefix(names, _PREFIXES, "embed_tokens.weight")
+    head = find_prefix(names, ("", "language_model."), "lm_head.weight")
+    return named_sources(spec, LLAMA_NAMES, names, prefix=prefix, head=f"{head}lm_head")
 
 
 def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:
     count = layer_count(config)
-    if architecture == "MistralForCausalLM":
+    if architecture in _WINDOWED:
         window = sliding_window(config, default=4096)
-        # A config with both kinds of layers is a Ministral under the wrong class name.
         windows = layer_windows(config, window, (window is not None,) * count)
-        if len(set(windows)) > 1:
-            raise config.error("layer_types", "All layers of a MistralForCausalLM must be of one kind.")
+        if len(set(windows)) > 1 and architecture != "MinistralForCausalLM":
+            raise config.error(
+                "layer_types", "All layers of a Mistral must be of one kind. Models with both are MinistralForCausalLM."
+            )
         return tuple(LayerSpec(window=window) for window in windows)
-    if architecture == "LlamaForCausalLM":
+    if architecture != "SmolLM3ForCausalLM":
         return (LayerSpec(),) * count
     has_rope = _rope_layers(config, count)
     window = gated_sliding_window(config)

@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.models.config_json import MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
+    EXPERT_NAMES,
     LLAMA_NAMES,
     TensorNames,
     decoder_prefix,
@@ -26,12 +27,7 @@ architectures: tuple[str, ...] = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3
 # Windows are off unless `use_sliding_window` is on; a Qwen2 always has biases; a mixture may have no dense layer.
 ignored: tuple[str, ...] = ("sliding_window", "max_window_layers", "attention_bias", "intermediate_size")
 
-_NAMES: TensorNames = {
-    **LLAMA_NAMES,
-    "mlp.router": ("mlp.gate",),
-    "mlp.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
-    "mlp.experts.down": ("mlp.experts.{expert}.down_proj",),
-}
+_NAMES: TensorNames = {**LLAMA_NAMES, **EXPERT_NAMES}
 
 
 def spec(config: ConfigJson) -> ModelSpec:
