@@ -46,6 +46,8 @@ class SemanticConfig(Section, frozen=True):
     floor: Cosine = 0.75  # cosine similarity below which entries are ignored
     nearest: Annotated[int, Meta(ge=1, le=64)] = 4  # nearest entries to compare, 1 to 64
     guards: bool = True
+    reranker: str = ""  # served reranker that must find that both questions ask the same; empty: none
+    reranker_least: Share = 0.5  # its lowest score for a hit, 0 to 1; the lower of both orders counts
     check_share: Share = 0.05  # share of hits checked against a fresh response
     sampled: bool = False  # include requests with a temperature
     tools: bool = False  # include requests with tools, and agent turns
@@ -57,7 +59,7 @@ class SemanticConfig(Section, frozen=True):
     ttl: Lifetime = "1d"
     tags: dict[str, Lifetime] = msgspec.field(default_factory=dict[str, Lifetime])  # lifetime by tag
     vectors: Literal["float32", "int8"] = "float32"
-    wait_ms: Milliseconds = 50.0  # milliseconds for an embedding
+    wait_ms: Milliseconds = 50.0  # milliseconds for an embedding, and as many for the reranker
 
 
 class CacheConfig(Section, frozen=True):

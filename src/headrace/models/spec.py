@@ -74,11 +74,17 @@ class RankingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def score(self, vector: Sequence[float]) -> float:
         """Return the score of what the model computed: one number, or a logit against and one for."""
-        logit = vector[-1] - (vector[0] if len(vector) > 1 else 0.0)
-        if self.activation == "identity":
-            return logit
+        return _logit(vector) if self.activation == "identity" else self.probability(vector)
+
+    def probability(self, vector: Sequence[float]) -> float:
+        """Return the score from 0 to 1, whatever the model's own activation is."""
+        logit = _logit(vector)
         grown = math.exp(-abs(logit))  # of a large one it would overflow
         return (1.0 if logit >= 0 else grown) / (1.0 + grown)
+
+
+def _logit(vector: Sequence[float]) -> float:
+    return vector[-1] - (vector[0] if len(vector) > 1 else 0.0)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

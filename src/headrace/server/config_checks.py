@@ -119,9 +119,15 @@ def _price(name: str, config: PriceConfig, served: Sequence[str]) -> Iterator[Fi
 def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
     exact, semantic = config.cache.exact, config.cache.semantic
     used = semantic.mode != "off" or any(each.caches.semantic not in (None, "off") for each in config.tenants.values())
+    known = ", ".join(map(quoted, served))
     if used and semantic.embedder not in served:
-        known = ", ".join(map(quoted, served))
         yield "cache.semantic.embedder", f"expected a served encoder, one of {known}, found {quoted(semantic.embedder)}"
+    if semantic.reranker and semantic.reranker not in served:
+        known = ", ".join(map(quoted, served))
+        yield (
+            "cache.semantic.reranker",
+            f"expected a served reranker, one of {known}, found {quoted(semantic.reranker)}",
+        )
     if exact.tenant_bytes > exact.bytes:
         yield (
             "cache.exact.tenant_bytes",

@@ -82,6 +82,7 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
         semantic.embedder_for(exchange.caller, exchange.surface),
         variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.small or "")),
         surface=exchange.surface,
+        scorer=semantic.scorer_for(exchange.caller, exchange.surface),
     )
     exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome)
     return lookup

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from headrace.config.cache_section import SemanticConfig
+from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
+from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
 from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, SemanticCache, SemanticLookup
 from headrace.gateway.caches.semantic.semantic_entry import (
     SemanticKey,
@@ -29,6 +32,7 @@ from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
+from headrace.models.spec import RankingSpec
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import tokenizer
 from tests.support.fake_encoders import EncoderEngine, WordEmbedder, asking
@@ -69,9 +73,13 @@ class Bench:
     def reconfigure(self, settings: Settings) -> None:
         self.cache.config, self.cache.tuning = settings
 
-    async def recall(self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat") -> SemanticLookup:
+    async def recall(
+        self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat", scorer: PairScorer | None = None
+    ) -> SemanticLookup:
         asked = asking(text) if isinstance(text, str) else text
-        return await self.cache.recall(tenant, asked, self.embedder, variant="mini fp_1", surface=surface)
+        return await self.cache.recall(
+            tenant, asked, self.embedder, variant="mini fp_1", surface=surface, scorer=scorer
+        )
 
     async def answered(
         self, text: str | TextRequest, answer: StoredAnswer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
@@ -94,6 +102,94 @@ def test_the_same_question_in_other_words_gets_the_kept_answer() -> None:
         assert last.usage is not None
         assert last.usage.output_tokens == 0
         assert recall.entry.hits == 1
+
+    asynchronous(test)
+
+
+class Scorer:
+    """A reranker that gives every pair one score; None: it fails."""
+
+    def __init__(self, found: float | None, *, meanwhile: Callable[[], Awaitable[Any]] | None = None) -> None:
+        self.found = found
+        self.pairs: list[tuple[str, str]] = []
+        self._meanwhile = meanwhile
+
+    async def score(self, one: str, other: str) -> float:
+        self.pairs.append((one, other))
+        if self._meanwhile is not None:
+            await self._meanwhile()
+        if self.found is None:
+            raise OSError("the reranker is gone")
+        return self.found
+
+
+def test_a_hit_must_also_convince_the_reranker() -> None:
+    async def test() -> None:
+        bench = Bench(fixed(reranker_least=0.6))
+        await bench.answered(QUESTION)
+        sure = Scorer(0.6)
+        assert (await bench.recall(SAME, scorer=sure)).outcome == "hit"
+        assert sure.pairs == [(QUESTION, SAME)]
+        doubtful = await bench.recall(SAME, scorer=Scorer(0.59))
+        assert (doubtful.outcome, doubtful.reason, doubtful.entry) == ("refused", "reranker", None)
+        assert bench.counts["refusals"] == {"reranker": 1}
+        assert (await bench.recall(SAME, scorer=Scorer(None))).outcome == "unavailable"
+        far = Scorer(1.0)
+        assert (await bench.recall("What does the house wine cost?", scorer=far)).outcome == "miss"
+        assert far.pairs == []  # the reranker can only refuse
+
+    asynchronous(test)
+
+
+def test_a_candidate_that_the_reranker_refuses_teaches_nothing_and_its_answer_is_kept_beside() -> None:
+    async def test() -> None:
+        bench = Bench(fixed())
+        await bench.answered(QUESTION)
+        refused = await bench.recall(SAME, scorer=Scorer(0.0))
+        await bench.cache.settle(refused, StoredAnswer("Another answer."), bench.embedder)
+        assert bench.counts["comparisons"] == {}
+        assert bench.cache.about("a")["entries"] == 2
+
+    asynchronous(test)
+
+
+def test_an_entry_that_is_invalidated_while_the_reranker_reads_is_not_served() -> None:
+    async def test() -> None:
+        bench = Bench(fixed())
+        await bench.answered(QUESTION)
+        scorer = Scorer(1.0, meanwhile=lambda: bench.cache.invalidate(tenant="a"))
+        assert (await bench.recall(SAME, scorer=scorer)).outcome == "miss"
+
+    asynchronous(test)
+
+
+def test_a_reranker_reads_a_pair_in_both_orders_and_the_lower_score_counts() -> None:
+    class Engine(EncoderEngine):
+        """Its number is higher if the shorter text comes first."""
+
+        def stream(self, request: GenerationRequest) -> Any:
+            stream = super().stream(request)
+            first = tokenizer().decode(list(request.prompt)).startswith("ab")
+            stream.vector = np.array([4.0 if first else -4.0], dtype="<f4")
+            return stream
+
+    async def test() -> None:
+        engine = Engine()
+        served = ServedVariant(
+            name="judge",
+            engine=engine,
+            tokenizer=tokenizer(),
+            context=64,
+            kind="reranker",
+            ranking=RankingSpec(template="pair", activation="identity"),
+        )
+        scorer = ServedPairScorer(served, Caller(tenant="a"), surface="voice")
+        lower = 1 / (1 + np.exp(4.0))
+        assert await scorer.score("ab", "xyz and more") == pytest.approx(lower)
+        assert await scorer.score("xyz and more", "ab") == pytest.approx(lower)
+        assert {(each.tenant, each.surface) for each in engine.text_request} == {("a", "voice")}
+        with pytest.raises(HeadraceError, match="no reranker"):
+            ServedPairScorer(replace(served, ranking=None), Caller(tenant="a"))
 
     asynchronous(test)
 

@@ -8,18 +8,20 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.config import ConfigError, ModelConfig, PriceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig, SemanticConfig
 from headrace.config.limit_section import LimitSet
-from headrace.engine.interface.request import FinishReason
+from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.output.tool_formats import tool_format_by_name
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
+from headrace.models.spec import RankingSpec
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, Caching, caching, question
-from tests.support.fake_encoders import WordEngine
+from tests.support.fake_encoders import EncoderEngine, WordEngine
 from tests.support.running_server import asynchronous, request, say, tokenizer, until, words
 
 ON = "How do I turn on notifications?"
@@ -30,7 +32,12 @@ OFF = ExactConfig(mode="off")
 
 @contextlib.asynccontextmanager
 async def remembering(
-    folder: Path, *, exact: ExactConfig = OFF, sections: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    *,
+    exact: ExactConfig = OFF,
+    sections: dict[str, Any] | None = None,
+    judge: ServedVariant | None = None,
+    **options: Any,
 ) -> AsyncGenerator[tuple[Caching, WordEngine]]:
     encoder = WordEngine(tokenizer())
     others = {
@@ -38,6 +45,8 @@ async def remembering(
             name="words", engine=encoder, tokenizer=tokenizer(), context=64, kind="encoder", width=64, fingerprint="w1"
         )
     }
+    if judge is not None:
+        others[judge.name] = judge
     given: dict[str, Any] = {"mode": "on", "embedder": "words", "threshold": 0.3, "wait_ms": 5000.0, **options}
     models = {"mini": ModelConfig(), "words": ModelConfig()}
     sections = {"models": models, **(sections or {})}
@@ -378,6 +387,51 @@ def test_an_embedder_must_be_an_encoder(tmp_path: Path) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match=r"cache\.semantic\.embedder"):
             async with caching(tmp_path, semantic=SemanticConfig(embedder="mini")):
+                pass
+
+    asynchronous(test)()
+
+
+class JudgingEngine(EncoderEngine):
+    """A reranker's engine: one logit for every pair."""
+
+    def __init__(self, logit: float) -> None:
+        super().__init__()
+        self.logit = logit
+
+    def stream(self, request: GenerationRequest) -> Any:
+        stream = super().stream(request)
+        stream.vector = np.array([self.logit], dtype="<f4")
+        return stream
+
+
+@asynchronous
+async def test_a_served_reranker_reads_every_hit(tmp_path: Path) -> None:
+    engine = JudgingEngine(-3.0)
+    judge = ServedVariant(
+        name="judge",
+        engine=engine,
+        tokenizer=tokenizer(),
+        context=64,
+        kind="reranker",
+        ranking=RankingSpec(template="pair", activation="sigmoid"),
+    )
+    async with remembering(tmp_path, judge=judge, reranker="judge") as (running, _):
+        await ready(running)
+        running.engine.answer = words("In the settings.")
+        await running.chat(ON, key=RED)
+        assert engine.text_request == []
+        assert answered(await running.chat(SAME, key=RED))[0] is None
+        assert running.semantic("refusals", "reranker") == 1
+        engine.logit = 3.0
+        assert answered(await running.chat(SAME, key=RED))[0] == "semantic"
+        assert [request.tenant for request in engine.text_request] == ["red"] * 4  # each pair in both orders
+
+
+def test_a_reranker_must_be_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match=r"cache\.semantic\.reranker"):
+            async with remembering(tmp_path, reranker="words"):
                 pass
 
     asynchronous(test)()

@@ -6,16 +6,14 @@ encoder costs a bounded wait for a while, and then nothing. Does not know entrie
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
-from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.semantic.bounded_work import BoundedWork
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.gateway.vector_index import unit
 
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
 
 Floats = NDArray[np.float32]
-
-_FAILURES: Final = 5  # in a row, before the encoder is skipped for a while
 
 
 class Embedder(Protocol):
@@ -63,41 +59,15 @@ class ServedEmbedder:
         return await evaluation.embed({f"text {place}": text for place, text in enumerate(texts)})
 
 
-class BoundedEmbedding:
-    """Embeds one text within a timeout; after several failures it skips the encoder until a pause is over."""
-
-    def __init__(
-        self,
-        *,
-        wait_s: float = 0.05,
-        pause_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._wait_s = wait_s
-        self._pause_s = pause_s
-        self._clock = clock
-        self._failures = 0
-        self._closed_until = 0.0  # on the clock
-
-    @property
-    def paused(self) -> bool:
-        return self._failures >= _FAILURES and self._clock() < self._closed_until
+class BoundedEmbedding(BoundedWork):
+    """Embeds one text within a bounded wait."""
 
     async def vector(self, embedder: Embedder, text: str) -> Floats | None:
-        if self.paused:
-            return None
-        try:
-            async with asyncio.timeout(self._wait_s):
-                (row,) = await embedder.embed([text])
+        async def embed() -> Floats:
+            (row,) = await embedder.embed([text])
             found = unit(np.asarray(row, dtype=np.float32))
             if len(found) != embedder.width:
                 raise ValueError("a vector of another width")
-        except (TimeoutError, HeadraceError, ApiError, OSError, ValueError) as error:
-            if isinstance(error, ApiError) and error.kind == "invalid_request_error":
-                return None  # a text that the encoder cannot read, such as a too long one, is no failure of it
-            # After a pause, a single failure starts the next one.
-            self._failures = min(self._failures + 1, _FAILURES)
-            self._closed_until = self._clock() + self._pause_s
-            return None
-        self._failures = 0
-        return found
+            return found
+
+        return await self.result(embed)

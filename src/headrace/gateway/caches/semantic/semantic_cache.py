@@ -2,8 +2,8 @@
 
 Owns the namespaces, one for each tenant and never two at once, and the order of what happens to a request:
 
-    recall   key → vector → nearest entries, guards, verifier → thresholds ─┬▶ hit: the stored answer, or an example
-                                                                            └▶ anything else: generate
+    recall   key → vector → nearest entries, guards, verifier → reranker → thresholds ─┬▶ hit: the stored answer
+                                                                                       └▶ anything else: generate
     settle   compare the fresh answer with the candidate's → thresholds learn; store a new entry
     check    the same for a share of hits, with a fresh answer made in the background
 
@@ -33,8 +33,10 @@ from headrace.gateway.caches.exact.cache_key import cache_tags
 from headrace.gateway.caches.exact.entry_store import CacheSize
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.caches.semantic.agreement import answers_agree
+from headrace.gateway.caches.semantic.bounded_work import BoundedWork
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder, ServedEmbedder
 from headrace.gateway.caches.semantic.namespace import CacheCandidate, Namespace
+from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
@@ -86,6 +88,7 @@ class SemanticCache:
         store: SemanticStore | None = None,
         counted: Callable[[str, str], None] | None = None,  # table and name, for metrics
         encoder: ServedVariant | None = None,  # needed by `embedder_for` only
+        reranker: ServedVariant | None = None,  # of `scorer_for`
         clock: Callable[[], float] = time.time,  # wall clock of entries
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,8 +97,10 @@ class SemanticCache:
         self._store = store
         self._counted = counted
         self._encoder = encoder
+        self._reranker = reranker
         self._clock = clock
         self._embedding = BoundedEmbedding(wait_s=config.wait_ms / 1e3, clock=monotonic)
+        self._scoring = BoundedWork(wait_s=config.wait_ms / 1e3, clock=monotonic)
         self.modes = CachePolicy(mode=config.mode, share=config.share, salt="semantic")
         self._invalidations = InvalidationLog()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
@@ -105,18 +110,22 @@ class SemanticCache:
     def from_config(cls, config: SemanticConfig, database: Database, fleet: Fleet) -> SemanticCache | None:
         """Build the cache even with mode "off", because a tenant's mode can change while the server runs.
 
-        None if no encoder is configured. ConfigError if the embedder is not a served encoder.
+        None if no encoder is configured. ConfigError if the embedder is not a served encoder, or the reranker none.
         """
         if not config.embedder:
             return None
         encoder = fleet.served.get(config.embedder)
         if encoder is None or encoder.kind != "encoder":
             raise ConfigError(f"cache.semantic.embedder: expected a served encoder, found '{config.embedder}'")
+        reranker = fleet.served.get(config.reranker) if config.reranker else None
+        if config.reranker and (reranker is None or reranker.ranking is None):
+            raise ConfigError(f"cache.semantic.reranker: expected a served reranker, found '{config.reranker}'")
         return cls(
             config,
             store=SemanticStore(database),
             counted=lambda table, name: metrics.of(metrics.semantic, table, name).inc(),
             encoder=encoder,
+            reranker=reranker,
         )
 
     def embedder_for(self, caller: Caller, surface: str) -> ServedEmbedder:
@@ -124,18 +133,35 @@ class SemanticCache:
         assert self._encoder is not None
         return ServedEmbedder(self._encoder, caller, surface=surface)
 
+    def scorer_for(self, caller: Caller, surface: str) -> PairScorer | None:
+        """Return what compares the questions of a hit, as the caller's work; None if no reranker is configured."""
+        return None if self._reranker is None else ServedPairScorer(self._reranker, caller, surface=surface)
+
     async def recall(
-        self, tenant: str, text_request: TextRequest, embedder: Embedder, *, variant: str, surface: str
+        self,
+        tenant: str,
+        text_request: TextRequest,
+        embedder: Embedder,
+        *,
+        variant: str,
+        surface: str,
+        scorer: PairScorer | None = None,
     ) -> SemanticLookup:
         """Look for the answer to a tenant's request. ApiError for invalid tags."""
-        recall = await self._recall(tenant, text_request, embedder, variant, surface)
+        recall = await self._recall(tenant, text_request, embedder, variant, surface, scorer)
         self._count("outcomes", recall.outcome)
         if recall.outcome in ("refused", "none"):
             self._count("refusals", recall.reason)
         return recall
 
     async def _recall(
-        self, tenant: str, text_request: TextRequest, embedder: Embedder, variant: str, surface: str
+        self,
+        tenant: str,
+        text_request: TextRequest,
+        embedder: Embedder,
+        variant: str,
+        surface: str,
+        scorer: PairScorer | None,
     ) -> SemanticLookup:
         config = self.config
         access = self.modes.access(tenant, requested=text_request.cache)
@@ -173,6 +199,11 @@ class SemanticCache:
         if search.best.score < self.tuning.least:
             recall.outcome = "below"
             return recall
+        if scorer is not None:
+            found = await self._reread(namespace, recall, search.best.entry, subject.question, scorer)
+            if found is not None:
+                recall.outcome = found
+                return recall
         decision = self._decide(namespace, search.best)
         if config.serve == "prime":
             # An example misleads less than a wrong answer, so it needs no bound and no check.
@@ -186,6 +217,21 @@ class SemanticCache:
             recall.outcome = "hit"
             namespace.used(search.best.entry)
         return recall
+
+    async def _reread(
+        self, namespace: Namespace, lookup: SemanticLookup, entry: SemanticEntry, question: str, scorer: PairScorer
+    ) -> SemanticOutcome | None:
+        """Return why a candidate is no hit by the reranker's reading of both questions; None if it may be one."""
+        score = await self._scoring.result(lambda: scorer.score(entry.question, question))
+        if score is None:
+            return "unavailable"
+        if score < self.config.reranker_least:
+            lookup.reason = "reranker"
+            return "refused"
+        if self._namespaces.get(lookup.tenant) is not namespace or namespace.get(entry.id) is not entry:
+            lookup.candidate = None  # it was invalidated or evicted meanwhile
+            return "miss"
+        return None
 
     def _decide(self, namespace: Namespace, candidate: CacheCandidate) -> ServeDecision:
         decision = namespace.thresholds.decide(candidate.entry.id, candidate.entry.evidence, candidate.score)
