@@ -28,6 +28,7 @@ from headrace.engine.executors.runner import RunnerSequence as Running
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.complexity import FEATURES, WEIGHTS, Classifier, features
 from headrace.gateway.routing.confidence import FIRST, TOP, Confidence
+from headrace.lab.tuning.classifier_fit import Floats, balanced, fitted, ranked
 from headrace.models.model_folder import BUNDLED, open_model
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right
@@ -35,10 +36,7 @@ from training.evaluate import MOST_TOKENS, SIDE_BY_SIDE, chosen_questions, load,
 from training.rows import load_tasks
 from training.tokenizer import messages_of, write_text
 
-Floats = NDArray[np.float64]
 MODELS: Final = ("draft", "mini")
-RIDGE: Final = 3.0  # against weights that a few questions would make large
-ROUNDS: Final = 50  # of Newton's method; it takes about ten
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -184,43 +182,11 @@ def answers_from(file: Path | None, models: Path, sample: int | None, **options:
     return pairs
 
 
-def fitted(values: Floats, labels: Floats, counts: Floats, ridge: float = RIDGE) -> Floats:
-    """Fit a logistic regression; the last weight is the bias. `counts` weighs the rows."""
-    scale = np.maximum(values.std(axis=0), 1e-9)
-    middle = values.mean(axis=0)
-    rows = np.column_stack([(values - middle) / scale, np.ones(len(values))])
-    penalty = np.full(rows.shape[1], ridge)
-    penalty[-1] = 1e-6
-    weights = np.zeros(rows.shape[1])
-    for _ in range(ROUNDS):
-        likely = 1.0 / (1.0 + np.exp(-np.clip(rows @ weights, -30.0, 30.0)))
-        slope = rows.T @ (counts * (labels - likely)) - penalty * weights
-        bend = (rows * (counts * likely * (1.0 - likely))[:, None]).T @ rows + np.diag(penalty)
-        step = np.linalg.solve(bend, slope)
-        weights += step
-        if float(np.abs(step).max()) < 1e-10:
-            break
-    plain = weights[:-1] / scale
-    return np.append(plain, weights[-1] - float(plain @ middle))
-
-
 def labelled(pairs: Sequence[Pair]) -> tuple[Floats, Floats, Floats]:
     """Return features, labels (1: complex), and counts that give both labels the same weight."""
     values = np.array([each.features() for each in pairs], dtype=np.float64).reshape(len(pairs), len(FEATURES))
     labels = np.array([0.0 if each.draft.right else 1.0 for each in pairs])
-    complex_ones = max(float(labels.sum()), 1.0)
-    simple_ones = max(len(pairs) - float(labels.sum()), 1.0)
-    counts = np.where(labels > 0, len(pairs) / (2 * complex_ones), len(pairs) / (2 * simple_ones))
-    return values, labels, counts
-
-
-def ranked(scores: Floats, labels: Floats) -> float:
-    """Return how often a complex question scores above a simple one. Ties count half."""
-    above, below = scores[labels > 0], scores[labels == 0]
-    if not len(above) or not len(below):
-        return 0.5
-    difference = above[:, None] - below[None, :]
-    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+    return values, labels, balanced(labels)
 
 
 def train(pairs: Pairs) -> Classifier:

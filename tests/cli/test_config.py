@@ -147,7 +147,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     left_out = re.compile(
         r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|draft_model|group|'
         r"kv_disk_(folder|key)|"
-        r"(split|cascade|chain|calibration) ="
+        r"(split|cascade|chain|calibration|complexity) ="
     )
     chosen = [line for line in uncommented().splitlines() if not left_out.match(line)]
     Path("all.toml").write_text("\n".join(chosen), encoding="utf-8")

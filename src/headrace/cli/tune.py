@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +23,7 @@ from headrace.bench.tuning.search import LevelResult
 from headrace.bench.tuning.tune_report import TuneReport, interval_text, tune_html, tuned_toml
 from headrace.bench.tuning.tuning import Origin, TuneOptions
 from headrace.bench.tuning.tuning import tune as run_tuning
+from headrace.cli.tune_cascade import cascade
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
 from headrace.variant import DEFAULT_MODEL
@@ -30,7 +31,17 @@ from headrace.variant import DEFAULT_MODEL
 _COLUMNS: Final = 120
 
 
-def tune(
+tune = App(
+    name="tune",
+    help="Find the settings that serve your traffic fastest, or fit a cascade to it.",
+    help_flags=["--help", "-h"],
+    version_flags=[],
+)
+tune.command(cascade)
+
+
+@tune.default
+def tune_model(
     model: str = DEFAULT_MODEL,
     /,
     *,

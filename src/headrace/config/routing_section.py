@@ -133,6 +133,7 @@ class VariantHealthConfig(Section, frozen=True):
 class RoutingConfig(Section, frozen=True):
     conversation: Text = "conversation"  # key of the metadata that names a request's conversation
     timezone: Text = "UTC"  # of the rules' hours and days
+    complexity: Text | None = None  # file of a complexity classifier; default: the bundled one
     rules: tuple[RuleConfig, ...] = ()
     splits: dict[str, SplitConfig] = field(default_factory=dict[str, SplitConfig])
     cascades: dict[str, CascadeConfig] = field(default_factory=dict[str, CascadeConfig])

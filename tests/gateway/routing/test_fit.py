@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.cascade import report
 from headrace.gateway.routing.complexity import FEATURES, Classifier
+from headrace.lab.tuning.classifier_fit import fitted, ranked
 from training import routing
 from training.corpus.conversation import Question, Turn
 from training.routing import (
@@ -21,10 +22,8 @@ from training.routing import (
     Pairs,
     answers_from,
     digests,
-    fitted,
     group_of,
     pair_of,
-    ranked,
     train,
 )
 

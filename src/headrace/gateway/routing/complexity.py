@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.errors import HeadraceError
 from headrace.gateway.requests.text_request import TextRequest
 
 WEIGHTS: Final = Path(__file__).with_name("complexity.json")
@@ -55,6 +56,10 @@ _OPERATORS: Final = "+*/=<>%×"  # noqa: RUF001 (the multiplication sign is mean
 _CODE: Final = "{}`;"
 
 
+class ClassifierError(HeadraceError):
+    """A file of a classifier cannot be used."""
+
+
 class Classifier(msgspec.Struct, frozen=True):
     """A logistic classifier over FEATURES."""
 
@@ -69,15 +74,27 @@ class Classifier(msgspec.Struct, frozen=True):
         return 1.0 / (1.0 + math.exp(-max(-40.0, min(40.0, total))))
 
 
-@cache
-def classifier(path: Path = WEIGHTS) -> Classifier:
-    loaded = msgspec.json.decode(path.read_bytes(), type=Classifier)
-    assert set(loaded.weights) == set(FEATURES), f"{path} was made for other features"
+def read_classifier(path: Path) -> Classifier:
+    """Read a classifier. ClassifierError for a file that is none, or of other features."""
+    try:
+        loaded = msgspec.json.decode(path.read_bytes(), type=Classifier)
+    except OSError as error:
+        raise ClassifierError(f"{path}: {error.strerror or error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ClassifierError(f"{path}: {error}") from None
+    if set(loaded.weights) != set(FEATURES):
+        raise ClassifierError(f"{path}: The classifier is for other features. Fit it again with headrace tune cascade.")
     return loaded
 
 
-def complexity(text_request: TextRequest) -> float:
-    return classifier().score(features(text_request))
+@cache
+def classifier(path: Path = WEIGHTS) -> Classifier:
+    """Return a classifier, which is read once."""
+    return read_classifier(path)
+
+
+def complexity(text_request: TextRequest, path: Path = WEIGHTS) -> float:
+    return classifier(path).score(features(text_request))
 
 
 def features(text_request: TextRequest) -> list[float]:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from headrace.config.routing_section import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
+from headrace.gateway.routing.complexity import WEIGHTS
 from headrace.gateway.routing.composite_answerer import RoutingDecision
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match
 from headrace.gateway.routing.splits import Split, conversation_key
@@ -81,6 +82,7 @@ class Router:
         self._why_not = why_not or _always_available
         self._wall = wall
         self._zone = ZoneInfo(config.timezone)
+        self._weights = WEIGHTS if config.complexity is None else Path(config.complexity).expanduser()
         self._rules = tuple(map(Rule.of, config.rules))
         self._splits = {name: Split.of(name, each.percent, each.salt) for name, each in config.splits.items()}
         self._cascades = {name: resolve_cascade(each) for name, each in config.cascades.items()}
@@ -95,7 +97,7 @@ class Router:
 
     def route(self, exchange: Exchange) -> RoutePlan:
         choice = _Choice(exchange.served.name)
-        facts = RoutingFacts(exchange, self._wall, self._zone)
+        facts = RoutingFacts(exchange, self._wall, self._zone, self._weights)
         rule = first_match(self._rules, facts)
         if rule is not None:
             self._follow(rule, facts, choice)

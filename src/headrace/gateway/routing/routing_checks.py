@@ -14,6 +14,7 @@ from headrace.config.routing_section import ChainConfig, RoutingConfig, RuleCond
 from headrace.config.toml_text import key_path, quoted
 from headrace.gateway.language_detection import LANGUAGES
 from headrace.gateway.routing.calibration import CalibrationError, read_labelled
+from headrace.gateway.routing.complexity import ClassifierError, read_classifier
 from headrace.gateway.routing.rules import parse_hours
 from headrace.gateway.routing.splits import Split
 from headrace.surfaces import SURFACES
@@ -30,6 +31,11 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         ZoneInfo(config.timezone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         yield f"{where}.timezone", f"unknown time zone {quoted(config.timezone)}"
+    if config.complexity is not None:
+        try:
+            read_classifier(Path(config.complexity).expanduser())
+        except (ClassifierError, RuntimeError) as error:
+            yield f"{where}.complexity", str(error)
     names: dict[str, int] = {}
     for place, rule in enumerate(config.rules):
         here = f"{where}.rules[{place}]"

@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, tzinfo
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from headrace.config.routing_section import DAYS, RuleConditions, RuleConfig
 from headrace.gateway.language_detection import language_of
-from headrace.gateway.routing.complexity import complexity
+from headrace.gateway.routing.complexity import WEIGHTS, complexity
 from headrace.gateway.serving.exchange import Exchange
 
 STANDARD: Final = "standard"  # the profile of requests that name no profile
@@ -27,12 +28,13 @@ Test = Callable[["RoutingFacts"], bool]
 class RoutingFacts:
     """The properties of one request that rules test."""
 
-    def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo) -> None:
-        """`wall`: the wall clock, in seconds since 1970."""
+    def __init__(self, exchange: Exchange, wall: Callable[[], float], zone: tzinfo, weights: Path = WEIGHTS) -> None:
+        """`wall`: the wall clock, in seconds since 1970. `weights`: file of the complexity classifier."""
         self.exchange = exchange
         self.text_request = exchange.text_request
         self._wall = wall
         self._zone = zone
+        self._weights = weights
 
     @property
     def model(self) -> str:
@@ -64,7 +66,7 @@ class RoutingFacts:
 
     @cached_property
     def complexity(self) -> float:
-        return complexity(self.text_request)
+        return complexity(self.text_request, self._weights)
 
     @cached_property
     def language(self) -> str:

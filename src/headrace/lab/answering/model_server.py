@@ -98,6 +98,34 @@ class ModelServer:
         await self._client.send(request_of(head, msgspec.json.encode(body)), response)
         return answer_of(response)
 
+    async def complete(self, case: Case, **changes: Any) -> tuple[Answer, dict[str, Any]]:
+        """Answer a case whole, with further parameters. Return the answer, and its choice as the server wrote it."""
+        body = {**case.body, **changes, "stream": False}
+        if self._model:
+            body["model"] = self._model
+        response = await self._client.fetch("POST", case.endpoint, body, self._headers)
+        try:
+            found: dict[str, Any] = msgspec.json.decode(bytes(response.body), type=dict[str, Any])
+        except msgspec.DecodeError:
+            found = {}
+        if response.error or response.status != 200 or not found.get("choices"):
+            why = response.why or response.error or f"status {response.status}"
+            return Answer(error=str(found.get("error", {}).get("message") or why)), {}
+        choice: dict[str, Any] = found["choices"][0]
+        usage: dict[str, Any] = found.get("usage") or {}
+        message: dict[str, Any] = choice.get("message") or {"content": choice.get("text")}
+        called: list[dict[str, Any]] = message.get("tool_calls") or []
+        calls: list[dict[str, Any]] = [each.get("function") or {} for each in called]
+        answer = Answer(
+            text=message.get("content") or "",
+            calls=tuple(AnsweredCall(each.get("name", ""), each.get("arguments", "{}")) for each in calls),
+            finish=choice.get("finish_reason") or "",
+            prompt_tokens=usage.get("prompt_tokens") or 0,
+            output_tokens=usage.get("completion_tokens") or 0,
+            e2el_s=response.end - response.start,
+        )
+        return answer, choice
+
     def close(self) -> None:
         self._client.close()
 

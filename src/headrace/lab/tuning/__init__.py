@@ -1,0 +1,1 @@
+"""Fits routing and the semantic cache to the user's own traffic."""
