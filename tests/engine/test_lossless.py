@@ -126,6 +126,9 @@ class Noise:
         self._draw = random.Random(4)
         self._vocab = vocab
 
+    def start_seconds(self, sequence: SequenceState) -> float:
+        return 0.0
+
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
 

@@ -25,6 +25,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
     "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
+    "advise": "Look at a running server's figures and say what to change.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",
     "canary": "Compare a candidate with the variant it may replace, on a share of the traffic.",
     "chat": "Chat with a model in the terminal.",

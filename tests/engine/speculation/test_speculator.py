@@ -158,6 +158,9 @@ class Counting:
         self.asked: list[list[int]] = []
         self.forgotten: list[SequenceState] = []
 
+    def start_seconds(self, sequence: SequenceState) -> float:
+        return 0.0
+
     def pass_seconds(self, sequences: int) -> float:
         return 0.0 if self.free else 0.01
 
@@ -204,3 +207,60 @@ def test_drafts_that_a_grammar_cannot_follow_are_cut(free: bool) -> None:
     (unbound,) = sequences(1)
     speculator.draft([bound, unbound], rows=2, room=99, step_seconds=line(1.0, 0.0), fits=lambda _, drafts: 2)
     assert [len(sequence.drafted) for sequence in (bound, unbound)] == [2, 6]
+
+
+class StartingDrafter:
+    """A drafter that must compute a sequence first, which takes `seconds`."""
+
+    free = False
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.asked: list[int] = []
+
+    def pass_seconds(self, sequences: int) -> float:
+        return 0.0
+
+    def start_seconds(self, sequence: SequenceState) -> float:
+        return self.seconds
+
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
+        self.asked = [most for _, most in wanted]
+        return [[1] * most for _, most in wanted]
+
+    def propose(self, sequence: SequenceState, most: int) -> list[int]:
+        return self.propose_all([(sequence, most)])[0]
+
+    def forget(self, sequence: SequenceState) -> None: ...
+
+
+def drafted(speculator: Speculator, sequence: SequenceState) -> int:
+    speculator.draft([sequence], rows=1, room=8, step_seconds=lambda rows: 0.01)
+    return len(sequence.drafted)
+
+
+def test_a_drafter_is_started_where_the_expected_answer_is_long_enough_to_pay_for_it() -> None:
+    # A step takes 10 ms and drafts save up to half of it: an answer of 128 tokens is worth about 0.5 s.
+    assert drafted(Speculator(StartingDrafter(0.2)), *sequences(1)) > 0
+    assert drafted(Speculator(StartingDrafter(2.0)), *sequences(1)) == 0
+    assert drafted(Speculator(StartingDrafter(0.0)), *sequences(1)) > 0
+    # A request that may have 8 tokens at most is not worth 0.2 s.
+    assert drafted(Speculator(StartingDrafter(0.2)), *sequences(1, max_tokens=8)) == 0
+
+
+def test_the_expected_answer_follows_those_of_the_same_surface() -> None:
+    speculator = Speculator(StartingDrafter(0.2))
+    for _ in range(40):
+        (short,) = sequences(1, surface="voice")
+        short.tokens += [1] * 6
+        (long,) = sequences(1, surface="agent")
+        long.tokens += [1] * 200
+        speculator.forget(short)
+        speculator.forget(long)
+    (voice,), (agent,) = sequences(1, surface="voice"), sequences(1, surface="agent", max_tokens=4096)
+    assert speculator.expected_tokens(voice) == pytest.approx(6.0, rel=0.1)
+    assert speculator.expected_tokens(agent) == pytest.approx(200.0, rel=0.1)
+    assert drafted(speculator, voice) == 0
+    assert drafted(speculator, agent) > 0
+    agent.tokens += [1] * 400  # longer than any: it is expected to go on for a while
+    assert 40.0 < speculator.expected_tokens(agent) < 60.0

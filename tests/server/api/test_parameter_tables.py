@@ -28,6 +28,7 @@ from headrace.server.http.body_parameters import (
     parse_body,
     parse_parameters,
 )
+from tests.support.running_server import asynchronous, serving, words
 
 TABLES: Mapping[str, ParameterTable] = {
     "chat": chat.CHAT_PARAMETERS,
@@ -198,6 +199,32 @@ def test_headers_are_read_where_the_body_says_nothing() -> None:
     found = extra_fields({"priority": 4}, headers)
     assert (found["deadline_s"], found["priority"], found["cache"]) == (0.25, 4, "off")
     assert "deadline_ms" not in found
+
+
+@asynchronous
+async def test_speculation_is_chosen_by_request_in_every_dialect() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    requests = (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {**chat, "max_tokens": 5}),
+    )
+    async with serving() as running:
+        running.engine.answer = words("one")
+        for path, body in requests:
+            for given, header, expected in (
+                ({}, None, True),
+                ({"speculate": False}, None, False),
+                ({}, "false", False),
+                ({"speculate": True}, "false", True),
+            ):
+                headers = {} if header is None else {"x_headrace_speculate": header}
+                answer = await running.ask("POST", path, {"model": "mini", **body, **given}, **headers)
+                assert answer.status == 200, answer.body
+                assert running.engine.streams[-1].request.speculate is expected
+        wrong = await running.ask("POST", "/v1/completions", {"prompt": "Hello", "speculate": "often"})
+        assert (wrong.status, wrong.error["param"]) == (400, "speculate")
 
 
 @pytest.mark.parametrize(

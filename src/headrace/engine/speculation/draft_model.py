@@ -21,6 +21,8 @@ from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 from headrace.engine.speculation.drafters import DraftRequests, Mask, sample_rows
 from headrace.errors import RequestError
 
+_FEW = 32  # missing tokens that a pass computes beside the drafts
+
 Constrain = Callable[[SequenceState, Sequence[int]], "Mask | None"]
 
 
@@ -86,6 +88,15 @@ class DraftModelDrafter:
     def pass_seconds(self, sequences: int) -> float:
         """Return the seconds to draft one token for so many sequences."""
         return self.step_time.predict(sequences, 0)
+
+    def start_seconds(self, sequence: SequenceState) -> float:
+        """Return the seconds to compute what is missing of a sequence here; 0 if that is a few accepted tokens."""
+        past = self._pasts.get(id(sequence))
+        missing = len(sequence.tokens) - (0 if past is None else past.computed + len(past.ahead))
+        if missing <= _FEW:
+            return 0.0
+        rows = min(missing, self._catch_up)
+        return missing / rows * self.step_time.predict(rows, pairs_of(missing // 2, rows))
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
         return self.propose_all([(sequence, most)])[0]

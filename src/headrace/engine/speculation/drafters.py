@@ -36,6 +36,10 @@ class Drafter(Protocol):
         """Return the seconds to propose one token for each of so many sequences."""
         ...
 
+    def start_seconds(self, sequence: SequenceState) -> float:
+        """Return the seconds to compute what the drafter does not have of a sequence, mostly its prompt."""
+        ...
+
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         """Return, for each sequence, up to the requested number of tokens that may follow."""
         ...
@@ -190,6 +194,9 @@ class NgramDrafter:
     def pass_seconds(self, sequences: int) -> float:
         return 0.0
 
+    def start_seconds(self, sequence: SequenceState) -> float:
+        return 0.0
+
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         return [self.propose(sequence, most) for sequence, most in wanted]
 
@@ -225,6 +232,9 @@ class ReplayDrafter:
         self._seed = seed
 
     def pass_seconds(self, sequences: int) -> float:
+        return 0.0
+
+    def start_seconds(self, sequence: SequenceState) -> float:
         return 0.0
 
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:

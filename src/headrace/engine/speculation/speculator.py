@@ -7,11 +7,16 @@ a function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 
 from headrace.engine.interface.request import SequenceState
 from headrace.engine.speculation.drafters import Drafter, DraftRequests, PerSequence
+
+_ANSWER: Final = 128.0  # tokens of an answer before any has ended
+_REMEMBERED: Final = 16  # answers that a mean covers
+_SURFACES: Final = 64  # of which a mean is kept
 
 
 class _Record(msgspec.Struct):
@@ -111,6 +116,7 @@ class Speculator:
         self.lengths = DraftLength() if lengths is None else lengths
         self.drafted = 0
         self.held = 0
+        self._answers: dict[str, float] = {}  # mean tokens of an answer, by surface
 
     def draft(
         self,
@@ -124,11 +130,14 @@ class Speculator:
         """Set `drafted` of each sequence that the next step will sample; see DraftLength.choose. `fits` returns how
         many of the drafts a grammar accepts."""
         most = self.lengths.most
+        token_seconds = 0.0 if self.drafter.free else step_seconds(rows) / rows
         wanted = [
             (
                 sequence,
                 # Leave room for the token after the last draft.
-                min(most, sequence.request.max_tokens - sequence.output_count - 1) if sequence.request.speculate else 0,
+                min(most, sequence.request.max_tokens - sequence.output_count - 1)
+                if sequence.request.speculate and self._pays_to_start(sequence, token_seconds)
+                else 0,
             )
             for sequence in sequences
         ]
@@ -156,8 +165,30 @@ class Speculator:
             self.held += held
             self.lengths.observe(sequence, drafted, held)
 
+    def expected_tokens(self, sequence: SequenceState) -> float:
+        """Return how many more tokens a sequence is expected to have: answers of its surface are about as long."""
+        request, count = sequence.request, sequence.output_count
+        mean = self._answers.get(request.surface, _ANSWER)
+        # An answer that is longer than the mean is expected to go on for a while.
+        return float(min(max(mean - count, mean / 4.0), request.max_tokens - count))
+
+    def _pays_to_start(self, sequence: SequenceState, token_seconds: float) -> bool:
+        """Return whether what drafts save in the rest of the answer exceeds the drafter's work on the prompt.
+
+        Each draft saves its acceptance of a token's time; one draft at a time is assumed, because more change little.
+        """
+        start = self.drafter.start_seconds(sequence)
+        if not start:
+            return True
+        acceptance = self.lengths.acceptance(sequence)
+        return self.expected_tokens(sequence) * token_seconds * acceptance / (1.0 + acceptance) > start
+
     def forget(self, sequence: SequenceState) -> None:
-        """Forget a sequence that has ended."""
+        """Forget a sequence that has ended. Its length is what the next of its surface are expected to have."""
+        tokens, surface = float(max(sequence.output_count, 1)), sequence.request.surface
+        if surface in self._answers or len(self._answers) < _SURFACES:
+            before = self._answers.get(surface, tokens)
+            self._answers[surface] = before + (tokens - before) / _REMEMBERED
         self.drafter.forget(sequence)
         self.lengths.forget(sequence)
 

@@ -1,7 +1,7 @@
 """Parameters that several endpoints share: sampling, streaming, reasoning and Headrace's extensions.
 
-Holds their tables and converts them to the engine's types. Six extensions may also come as `x-headrace-*` headers, for
-clients that cannot add fields to a body; the body takes precedence. Does not know any dialect.
+Holds their tables and converts them to the engine's types. Seven extensions may also come as `x-headrace-*` headers,
+for clients that cannot add fields to a body; the body takes precedence. Does not know any dialect.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ EXTRAS: Final = {
     ),
     "cache_prompt": Parameter("false: the same as cache: off.", bool),
     "cache": Parameter("off: computes the prompt anew and neither reads nor fills a cache.", Literal["on", "off"]),
+    "speculate": Parameter("false: no draft tokens. The answer is the same, and its tokens come one at a time.", bool),
     "degrade": Parameter("Degradation allowed under pressure: on, off, or a list of steps.", DegradeMode),
     "pipeline": Parameter(
         "For models named pipeline/NAME: `filters`, `approvals` and `detail`, as of /v1/pipelines/NAME.", PipelineField
@@ -153,7 +154,7 @@ TRUNCATION: Final = Parameter(
 _HEADER_PREFIX: Final = "x-headrace-"
 _HEADERS: Final = {
     _HEADER_PREFIX + name.replace("_", "-"): name
-    for name in ("deadline_ms", "surface", "profile", "priority", "cache", "degrade")
+    for name in ("deadline_ms", "surface", "profile", "priority", "cache", "degrade", "speculate")
 }
 _RESERVED_TEMPLATE_NAMES: Final = ("messages", "tools", "add_generation_prompt")  # the server sets these itself
 
