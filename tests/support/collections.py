@@ -51,10 +51,16 @@ class Shelf:
 
 @contextlib.asynccontextmanager
 async def shelf(
-    folder: Path, encoder: WordEncoder | None = None, *, create: bool = True, now: Any = None, **config: Any
+    folder: Path,
+    encoder: WordEncoder | None = None,
+    *,
+    create: bool = True,
+    now: Any = None,
+    rerank_for: Any = None,
+    **config: Any,
 ) -> AsyncIterator[Shelf]:
     """With `create`, Anna has the collection `notes`."""
-    options = {} if now is None else {"now": now}
+    options = {"rerank_for": rerank_for} | ({} if now is None else {"now": now})
     opened = Shelf(folder, encoder or WordEncoder(), CollectionsConfig(**config), **options)
     try:
         await opened.collections.start()

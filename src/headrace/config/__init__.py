@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, SemanticConfig
+from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, ResultsConfig, SemanticConfig
 from headrace.config.canary_section import CanaryConfig
 from headrace.config.collection_section import CollectionsConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
@@ -80,6 +80,7 @@ __all__ = [
     "ProfilesConfig",
     "RecordingConfig",
     "RequestLimits",
+    "ResultsConfig",
     "RoutingConfig",
     "Seconds",
     "Secret",

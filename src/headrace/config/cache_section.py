@@ -62,11 +62,32 @@ class SemanticConfig(Section, frozen=True):
     wait_ms: Milliseconds = 50.0  # milliseconds for an embedding, and as many for the reranker
 
 
+class ResultsConfig(Section, frozen=True):
+    """Cache of intermediate results: embeddings, search results, and answers of HTTP services, SQL and tools."""
+
+    mode: CacheMode = "off"
+    share: Share = 0.1  # share of tenants, with mode = "share"
+    store: Literal["memory", "sqlite", "redis"] = "memory"
+    redis_env: Text = "HEADRACE_CACHE_REDIS"  # environment variable with the Redis URL
+    secret_env: Text | None = None  # environment variable with a secret that signs entries; default: none
+    bytes: Count = 128 * 1024 * 1024  # 128 MiB, all entries
+    tenant_bytes: Count = 32 * 1024 * 1024  # 32 MiB, entries of one tenant
+    entry_bytes: Count = 1024 * 1024  # 1 MiB, one entry
+    embedding_ttl: Lifetime = "7d"  # lifetime of vectors, which are the same whenever they are computed
+    retrieval_ttl: Lifetime = "1h"  # lifetime of search results; a change of the collection ends them at once
+    http_ttl: Lifetime = "5m"  # lifetime of answers of HTTP services
+    sql_ttl: Lifetime = "1m"  # lifetime of rows of a database
+    tool_ttl: Lifetime = "5m"  # lifetime of results of other tools
+    tags: dict[str, Lifetime] = msgspec.field(default_factory=dict[str, Lifetime])  # lifetime by tag
+    wait_ms: Milliseconds = 50.0  # milliseconds, store timeout
+
+
 class CacheConfig(Section, frozen=True):
     """Response caches. The prefix cache belongs to the engine."""
 
     exact: ExactConfig = ExactConfig()
     semantic: SemanticConfig = SemanticConfig()
+    results: ResultsConfig = ResultsConfig()
 
 
 _UNIT_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

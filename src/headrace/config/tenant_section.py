@@ -55,6 +55,7 @@ class CachesConfig(Section, frozen=True, omit_defaults=True):
 
     exact: CacheMode | None = None
     semantic: CacheMode | None = None
+    results: CacheMode | None = None
 
 
 class TenantConfig(Section, frozen=True, omit_defaults=True):

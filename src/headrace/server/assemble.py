@@ -19,6 +19,7 @@ from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.exact.exact_cache import ExactCache
+from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.database import Database
 from headrace.gateway.degradation.ladder.levels import Ladder
@@ -61,13 +62,20 @@ def assemble(
     ledger = shared.ledger if shared is not None and Ledger.is_kept(config) else own_ledger
     exact = ExactCache.from_config(config, database, environ)
     semantic = SemanticCache.from_config(config.cache.semantic, database, fleet)
-    caches = {name: cache for name, cache in (("exact", exact), ("semantic", semantic)) if cache is not None}
+    used = config.cache.results.mode != "off" or any(
+        each.caches.results not in (None, "off") for each in config.tenants.values()
+    )
+    results = ResultCache.from_config(config.cache.results, database, environ, is_used=used)
+    named = (("exact", exact), ("semantic", semantic), ("results", results))
+    caches = {name: cache for name, cache in named if cache is not None}
     store = None if shared is None else shared.accounts
     accounts = AccountServices.from_config(config, database, environ, caches, store=store)
     if exact is not None:
         exact.modes = replace(exact.modes, tenants=CacheModes(accounts.directory, "exact"))
     if semantic is not None:
         semantic.modes = replace(semantic.modes, tenants=CacheModes(accounts.directory, "semantic"))
+    if results is not None:
+        results.modes = replace(results.modes, tenants=CacheModes(accounts.directory, "results"))
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
     dispatcher = Dispatcher(config.routing, fleet)
@@ -92,6 +100,7 @@ def assemble(
         currency=config.ledger.currency,
         exact=exact,
         semantic=semantic,
+        results=results,
         dispatcher=dispatcher,
         ladder=Ladder.from_config(config.surfaces),
         pressure=PressureMonitor(),

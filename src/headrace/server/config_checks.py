@@ -133,6 +133,12 @@ def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
             "cache.exact.tenant_bytes",
             f"expected at most cache.exact.bytes ({exact.bytes}), found {exact.tenant_bytes}",
         )
+    results = config.cache.results
+    if results.tenant_bytes > results.bytes:
+        yield (
+            "cache.results.tenant_bytes",
+            f"expected at most cache.results.bytes ({results.bytes}), found {results.tenant_bytes}",
+        )
     summary = config.shaping.summary_model
     if summary and summary not in served:
         yield (
@@ -148,6 +154,11 @@ def _processes(config: Config) -> Iterator[Finding]:
     tenants = [each.caches for each in config.tenants.values()]
     if (exact.mode != "off" or any(each.exact not in (None, "off") for each in tenants)) and exact.store != "redis":
         yield "cache.exact.store", f'{one}, or "redis": each process would have a cache of its own'
+    results = config.cache.results
+    if (results.mode != "off" or any(each.results not in (None, "off") for each in tenants)) and (
+        results.store != "redis"
+    ):
+        yield "cache.results.store", f'{one}, or "redis": each process would have a cache of its own'
     if config.cache.semantic.mode != "off" or any(each.semantic not in (None, "off") for each in tenants):
         yield "cache.semantic.mode", f"{one}: each process would have a cache of its own"
     if config.server.address_requests_per_s is not None:

@@ -325,12 +325,12 @@ asyncio.run(main())
 def test_sigkill_while_embedding_loses_nothing_that_was_committed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    added, embedded = set[str](), 0
+    added, embedded, committed = set[str](), 0, 0
     for line in child.stdout:
         if line.startswith("added"):
             added.add(line.split()[1])
         else:
-            embedded = int(line)
+            committed, embedded = embedded, int(line)
         if embedded > 128 and len(added) == 40:
             break
     child.send_signal(signal.SIGKILL)
@@ -341,9 +341,23 @@ def test_sigkill_while_embedding_loses_nothing_that_was_committed(tmp_path: Path
             await notes.indexed()
             stats = await notes.collections.stats(await notes.collections.find("anna", "notes"))
             assert (stats.ready, stats.pending, stats.chunks, stats.embedded) == (40, 0, 320, 320)
-            assert len(notes.encoder.embedded) == 320 - 128  # two batches were committed before
+            assert len(notes.encoder.embedded) == 320 - committed
             for number in (0, 21, 39):
                 assert await notes.documents(f"w{number}x3x7", mode="keyword") == [str(number)]
+
+    run(it())
+
+
+def test_frequent_words_are_left_out_of_keyword_queries_of_large_collections(tmp_path: Path) -> None:
+    async def it() -> None:
+        async with shelf(tmp_path, create=False) as notes:
+            await notes.collections.create(ANNA, "notes", mode="keyword")
+            for number in range(30):
+                await notes.add(f"manual page {'rare' if number == 7 else 'other'} n{number}", id=str(number))
+            assert len(await notes.documents("manual rare", k=30)) == 30
+            notes.collections.keyword_words.least_chunks = 10
+            assert await notes.documents("manual rare", k=30) == ["7"]
+            assert len(await notes.documents("manual page", k=30)) == 30  # there are no others
 
     run(it())
 

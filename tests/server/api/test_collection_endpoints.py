@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
+from headrace.config import CacheConfig
+from headrace.config.cache_section import ResultsConfig
 from headrace.config.collection_section import CollectionsConfig
 from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.server.server import Server
@@ -235,3 +237,47 @@ def test_the_command_adds_searches_and_deletes(
     assert main(["collection", "search", "docs", "x"]) == 2
     assert "Unknown collection 'docs'" in capsys.readouterr().err
     assert main(["collection", "add", "docs", str(tmp_path / "none")]) == 2
+
+
+def results_on(**fields: Any) -> CacheConfig:
+    return CacheConfig(results=ResultsConfig(mode="on", **fields))
+
+
+def test_a_search_is_answered_from_the_cache_until_the_collection_changes(tmp_path: Path) -> None:
+    async def it(server: Running) -> None:
+        await server.ask("POST", "/v1/collections", {"name": "docs"})
+        await server.ask("POST", "/v1/collections/docs/documents", {"documents": [{"text": FERRY}]})
+        await ready(server)
+        search = {"query": "ferry island", "k": 3}
+        first = (await server.ask("POST", "/v1/collections/docs/search", search)).json
+        asked = len(server.fleet.engine.text_request)
+        second = (await server.ask("POST", "/v1/collections/docs/search", search)).json
+        assert (first["cached"], second["cached"]) == (False, True)
+        assert second["data"] == first["data"]
+        other = (await server.ask("POST", "/v1/collections/docs/search", search | {"k": 2})).json
+        assert other["cached"] is False
+        assert len(server.fleet.engine.text_request) == asked  # the query's vector was known
+        await server.ask("POST", "/v1/collections/docs/documents", {"documents": [{"text": BREAD}]})
+        await ready(server)
+        changed = (await server.ask("POST", "/v1/collections/docs/search", search)).json
+        assert changed["cached"] is False
+        assert changed["version"] > first["version"]
+
+    serve(tmp_path, it, cache=results_on())
+
+
+def test_embeddings_compute_only_the_texts_that_are_new(tmp_path: Path) -> None:
+    async def it(server: Running) -> None:
+        engine = server.fleet.engine
+        one = await server.ask("POST", "/v1/embeddings", {"model": "words", "input": ["ferry", "bread"]})
+        two = await server.ask("POST", "/v1/embeddings", {"model": "words", "input": ["bread", "ice", "ferry"]})
+        assert len(engine.text_request) == 3
+        vectors = [each["embedding"] for each in two.json["data"]]
+        assert [vectors[2], vectors[0]] == [each["embedding"] for each in one.json["data"]]
+        usage = two.json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == one.json["usage"]["prompt_tokens"]
+        off = await server.ask("POST", "/v1/embeddings", {"model": "words", "input": "ferry", "cache": "off"})
+        assert off.json["data"][0]["embedding"] == vectors[2]
+        assert len(engine.text_request) == 4
+
+    serve(tmp_path, it, cache=results_on())

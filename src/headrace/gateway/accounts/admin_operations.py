@@ -49,6 +49,10 @@ Result = TypeVar("Result")
 ChangePlan = Callable[[], tuple[AccountChange, Result]]
 
 
+# What a cache needs in its section before a tenant can use it.
+_NEEDED: Final = {"exact": "a store", "semantic": "an embedder", "results": 'a mode such as "record"'}
+
+
 class Actor(msgspec.Struct, frozen=True):
     """Who makes a change, for the audit log."""
 
@@ -217,11 +221,12 @@ class AdminOperations:
     def _check(self, settings: TenantConfig) -> None:
         for path, why in check_tenant(settings, self._served):
             raise invalid_request(f"Invalid '{path}': {why}.", path)
-        for cache, mode in (("exact", settings.caches.exact), ("semantic", settings.caches.semantic)):
+        caches = settings.caches
+        for cache, mode in (("exact", caches.exact), ("semantic", caches.semantic), ("results", caches.results)):
             if mode not in (None, "off") and cache not in self._invalidations.caches:
                 raise invalid_request(
                     f"Invalid 'caches.{cache}': this server has no {cache} cache. Configure "
-                    f"{'an embedder' if cache == 'semantic' else 'a store'} in [cache.{cache}] first.",
+                    f"{_NEEDED[cache]} in [cache.{cache}] first.",
                     f"caches.{cache}",
                 )
 

@@ -101,13 +101,13 @@ def _budgets(settings: TenantConfig) -> TenantBudgets:
 class CacheModes(Mapping[str, CacheMode]):
     """A cache's modes by tenant, for tenants with a mode of their own."""
 
-    def __init__(self, directory: AccountDirectory, cache: Literal["exact", "semantic"]) -> None:
+    def __init__(self, directory: AccountDirectory, cache: Literal["exact", "semantic", "results"]) -> None:
         self._directory = directory
         self._cache = cache
 
     def __getitem__(self, tenant: str) -> CacheMode:
         caches = self._directory.settings_of(tenant).caches
-        mode = caches.exact if self._cache == "exact" else caches.semantic
+        mode = getattr(caches, self._cache)
         if mode is None:
             raise KeyError(tenant)
         return mode

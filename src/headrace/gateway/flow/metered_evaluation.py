@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from headrace.gateway.accounts.access import choose_surface
 from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import as_api_error
+from headrace.gateway.caches.results.vector_cache import CachedVectors
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.budgets import BudgetRefusal
 from headrace.gateway.ledger.ledger_records import LedgerEntry
@@ -35,6 +36,8 @@ async def run_metered(
 ) -> tuple[Result, dict[str, str]]:
     """Return the result of `run`, which computes `work`, and headers beside it. ApiError if it is rejected or fails."""
     served = work.served
+    if work.use_cache and services.results is not None:
+        work.vector_cache = CachedVectors(services.results, caller.tenant, served)
     surface = choose_surface(caller, work.wished, "batch")
     work.on(surface)
     reservation = await services.limiter.reserve(

@@ -14,6 +14,7 @@ from headrace.gateway.accounts.tenant_policies import LimitScopes
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.cache_maintenance import sweep_forever
 from headrace.gateway.caches.exact.exact_cache import ExactCache
+from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
@@ -41,6 +42,7 @@ class Services(msgspec.Struct, kw_only=True):
     currency: str
     exact: ExactCache | None
     semantic: SemanticCache | None
+    results: ResultCache | None
     dispatcher: Dispatcher
     ladder: Ladder
     pressure: PressureMonitor
@@ -56,8 +58,8 @@ class Services(msgspec.Struct, kw_only=True):
     pipelines: PipelineHost | None = None
 
     @property
-    def caches(self) -> Mapping[str, ExactCache | SemanticCache]:
-        named = (("exact", self.exact), ("semantic", self.semantic))
+    def caches(self) -> Mapping[str, ExactCache | SemanticCache | ResultCache]:
+        named = (("exact", self.exact), ("semantic", self.semantic), ("results", self.results))
         return {name: cache for name, cache in named if cache is not None}
 
     async def start(self) -> None:

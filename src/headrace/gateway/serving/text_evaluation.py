@@ -7,9 +7,9 @@ limits and budgets between counting and running is the caller's job.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,6 +31,18 @@ from headrace.models.text.pair_encoder import PairEncoder
 _AT_ONCE: Final = 64  # texts of one call that are with the engine
 
 
+class VectorCache(Protocol):
+    """Vectors of texts that were computed before, for one call: `find` once, then `keep` once."""
+
+    async def find(self, texts: Sequence[Any]) -> list[NDArray[np.float32] | None]:
+        """Return the vector of each text, or None. `texts`: tokens, or what an upstream gets."""
+        ...
+
+    async def keep(self, places: Sequence[int], rows: NDArray[np.float32]) -> None:
+        """Keep the vectors of the texts at these places."""
+        ...
+
+
 class TextEvaluation:
     """The texts of one call, for one model: add them, which counts their tokens, then run them together."""
 
@@ -43,6 +55,8 @@ class TextEvaluation:
         self._caller = caller
         self._priority: int = given.get("priority", 0)
         self._room = asyncio.Semaphore(_AT_ONCE)
+        self.vector_cache: VectorCache | None = None
+        self.use_cache = False  # whether its vectors may come from a cache
         self.truncated: list[str] = []  # names of the texts that were cut
         self._truncation = read_truncation(given, served.context)
         self._prompt_name: str | None = given.get("prompt_name")
@@ -135,24 +149,50 @@ class TextEvaluation:
 
     async def vectors(self) -> NDArray[np.float32]:
         """A row for each text that was taken."""
+        cache = self.vector_cache
+        if cache is None:
+            return await self._computed(range(len(self._texts) or len(self._requests)))
+        keys = self._texts or [(request.prompt, request.second_text) for request in self._requests]
+        known = await cache.find(keys)
+        missing = [place for place, row in enumerate(known) if row is None]
+        if missing:
+            rows = await self._computed(missing)
+            for place, row in zip(missing, rows, strict=True):
+                known[place] = row
+            await cache.keep(missing, rows)
+        if len(missing) < len(known):
+            self._count_cached(set(range(len(known))) - set(missing))
+        return np.stack([row for row in known if row is not None])
+
+    def _count_cached(self, places: Collection[int]) -> None:
+        """Count the tokens of texts that were not computed. An upstream's are a share of the estimate."""
+        if self._requests:
+            tokens = sum(len(self._requests[place].prompt) for place in places)
+        else:
+            tokens = round(self.input_tokens * len(places) / len(self._texts))
+        self.usage.prompt_tokens += tokens
+        self.usage.cached_tokens += tokens
+
+    async def _computed(self, places: Sequence[int]) -> NDArray[np.float32]:
         upstream = self.served.upstream
         if upstream is None:
-            return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in await self.answers()])
+            answers = await self.answers([self._requests[place] for place in places])
+            return np.stack([np.frombuffer(answer.vector or b"", dtype="<f4") for answer in answers])
         found, self.usage = await embed_texts(
             upstream,
-            self._texts,
-            tokens=self.input_tokens,
+            [self._texts[place] for place in places],
+            tokens=round(self.input_tokens * len(places) / max(1, len(self._texts))),
             due=upstream.clock() + upstream.config.timeouts.total_s,
             priority=self._priority,
         )
         self.served.width = found.shape[1]
         return found
 
-    async def answers(self) -> list[SequenceResult]:
-        """The engine's. ApiError where one text fails; then the others are cancelled."""
+    async def answers(self, requests: Sequence[GenerationRequest] | None = None) -> list[SequenceResult]:
+        """The engine's, by default of all requests. ApiError where one text fails; then the others are cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(request)) for request in self._requests]
+                tasks = [group.create_task(self._one(each)) for each in requests or self._requests]
         except BaseExceptionGroup as errors:
             raise as_api_error(_first(errors)) from None
         return [task.result() for task in tasks]

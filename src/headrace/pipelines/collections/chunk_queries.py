@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from headrace.gateway.database import rows_of
@@ -15,22 +16,58 @@ from headrace.pipelines.collections.hits import Filters
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import StoredChunk
 
+_SAMPLE: Final = 500  # chunks whose words are counted
+_FREQUENT: Final = 0.2  # of the chunks
 _TERMS: Final = 48  # words of a query that are looked up
 _VARIABLES: Final = 500  # values in one statement
 
 
-def keyword_expression(query: str) -> str | None:
-    """Return the full-text expression of a query: any of its words, without function words if it has others."""
+def keyword_expression(query: str, frequent: Collection[str] = ()) -> str | None:
+    """Return the full-text expression of a query: any of its words, without function words and the collection's most
+    frequent ones if it has others."""
     found = list(dict.fromkeys(words(query)))
     told = [word for word in found if word not in STOP] or found
-    return " OR ".join(f'"{word}"' for word in told[:_TERMS]) or None
+    rare = [word for word in told if word not in frequent] or told
+    return " OR ".join(f'"{word}"' for word in rare[:_TERMS]) or None
+
+
+def count_keyword_chunks(connection: sqlite3.Connection, collection: int) -> int:
+    """Return about how many chunks have words: the span of their numbers, which takes no time to find."""
+    first, last = connection.execute(f"SELECT MIN(rowid), MAX(rowid) FROM {keyword_table(collection)}").fetchone()
+    return 0 if first is None else last - first + 1
+
+
+def frequent_words(connection: sqlite3.Connection, collection: int) -> frozenset[str]:
+    """Return the words that more than a fifth of the chunks have, by a sample.
+
+    FTS5 scores every chunk that has any word of a query. These words cost nearly all of that time, and add least to a
+    score.
+    """
+    table = keyword_table(collection)
+    first, last = connection.execute(f"SELECT MIN(rowid), MAX(rowid) FROM {table}").fetchone()
+    if first is None:
+        return frozenset()
+    step = max(1, (last - first) // _SAMPLE)
+    counts: Counter[str] = Counter()
+    sampled = 0
+    for rowid in range(first, last + 1, step):
+        row = connection.execute(f"SELECT heading, text FROM {table} WHERE rowid = ?", (rowid,)).fetchone()
+        if row is not None:
+            sampled += 1
+            counts.update(set(f"{row[0]} {row[1]}".split()))
+    return frozenset(word for word, chunks in counts.items() if chunks > _FREQUENT * sampled)
 
 
 def search_keywords(
-    connection: sqlite3.Connection, collection: int, query: str, count: int, filters: Filters | None
+    connection: sqlite3.Connection,
+    collection: int,
+    query: str,
+    count: int,
+    filters: Filters | None,
+    frequent: Collection[str] = (),
 ) -> list[tuple[int, float]]:
-    """Return chunks with BM25 scores, best first."""
-    expression = keyword_expression(query)
+    """Return chunks with BM25 scores, best first. `frequent`: words that are left out if there are others."""
+    expression = keyword_expression(query, frequent)
     if expression is None:
         return []
     table = keyword_table(collection)

@@ -20,6 +20,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error
+from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.database import Database
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.vector_index import Neighbours, Recall
@@ -29,6 +30,7 @@ from headrace.pipelines.collections.chunking import embedded_text
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.encoder import Encoder
 from headrace.pipelines.collections.hits import Filters, Hit, QueryVector
+from headrace.pipelines.collections.keyword_words import KeywordWords
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import CollectionRecord, StoredChunk
 
@@ -60,6 +62,10 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
     skipped: Mapping[str, str]  # stages that contributed nothing, each with the reason
     stages_ms: Mapping[str, float]
     reranked: int = 0  # hits and other candidates that were reranked
+    cached: bool = False  # it is an earlier search's
+
+
+_decoder: Final = msgspec.msgpack.Decoder(SearchResult)
 
 
 class Collection:
@@ -73,17 +79,24 @@ class Collection:
         caller: Caller,
         index: CollectionIndex | None,
         encoder: Callable[[], Encoder],
+        keyword_words: KeywordWords,
         rerank: RerankCall | None = None,
+        reranker: str = "",
+        results: ResultCache | None = None,
         default_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`index` is None for a collection without a model. `default_s`: the deadline of searches without one."""
+        """`index` is None for a collection without a model. `reranker`: the name of what `rerank` asks. `default_s`:
+        the deadline of searches without one."""
         self.record = record
         self._database = database
         self._caller = caller
         self._index = index
         self._encoder = encoder
+        self._keyword_words = keyword_words
         self._rerank = rerank
+        self._reranker = reranker
+        self._results = results
         self._default_s = default_s
         self._clock = clock
 
@@ -113,9 +126,29 @@ class Collection:
         return QueryVector(encoder.identity, tuple(row.tolist()))
 
     async def find(self, query: str, options: SearchOptions, caller: Caller | None = None) -> SearchResult:
-        """Search with all options. ApiError for an invalid filter, or if every stage fails."""
+        """Search with all options. ApiError for an invalid filter, or if every stage fails.
+
+        The result may come from the cache of results, if the collection has not changed since. Only results of all
+        stages are kept there.
+        """
         filter_condition(options.filters)  # an invalid one is an error, not a stage that failed
         payer = self._caller if caller is None else caller
+        if self._results is None:
+            return await self._find(query, options, payer)
+        record, began = self.record, self._clock()
+        asked = (query, options.k, options.filters, options.mode, options.recall or record.recall)
+        parts = (record.uid, record.version, *asked, self._reranker if options.rerank_s > 0 else "")
+        lookup = await self._results.look("retrieval", record.tenant, parts)
+        if lookup.data is not None:
+            known = _decoder.decode(lookup.data)
+            took_ms = round((self._clock() - began) * 1e3, 3)
+            return msgspec.structs.replace(known, cached=True, stages_ms={"cache": took_ms})
+        found = await self._find(query, options, payer)
+        if not found.skipped:
+            await self._results.keep(lookup, msgspec.msgpack.encode(found))
+        return found
+
+    async def _find(self, query: str, options: SearchOptions, payer: Caller) -> SearchResult:
         began = self._clock()
         seconds = self._default_s if options.deadline_s is None else options.deadline_s
         search = _Search(due=began + max(0.0, seconds - _READING_S), clock=self._clock)
@@ -156,9 +189,16 @@ class Collection:
         )
 
     async def _by_keyword(self, query: str, count: int, filters: Filters | None) -> Neighbours:
-        return await self._database.run(
-            partial(search_keywords, collection=self.record.seq, query=query, count=count, filters=filters)
+        frequent = await self._keyword_words.frequent(self.record)
+        search = partial(
+            search_keywords,
+            collection=self.record.seq,
+            query=query,
+            count=count,
+            filters=filters,
+            frequent=frequent,
         )
+        return await self._database.run(search)
 
     async def _by_vector(
         self, index: CollectionIndex, query: str, count: int, options: SearchOptions, caller: Caller

@@ -11,6 +11,7 @@ STEPS: Final = (
         seq INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL,  -- its name; of a deleted one, its seq
         tenant TEXT NOT NULL,
+        uid TEXT NOT NULL,  -- random, for caches that several servers share
         model TEXT NOT NULL,
         encoder TEXT NOT NULL DEFAULT '',
         chunk_tokens INTEGER NOT NULL,

@@ -28,6 +28,7 @@ def collection_of(row: sqlite3.Row) -> CollectionRecord:
         seq=row["seq"],
         tenant=row["tenant"],
         name=row["id"],
+        uid=row["uid"],
         model=row["model"],
         encoder=row["encoder"],
         chunk_tokens=row["chunk_tokens"],
@@ -53,11 +54,13 @@ def create_collection(connection: sqlite3.Connection, new: CollectionRecord, *, 
         raise invalid_request(f"There are {there} collections. Expected at most {most}.", code="too_many_values")
     try:
         seq = connection.execute(
-            "INSERT INTO collections (id, tenant, model, chunk_tokens, overlap_tokens, recall, metadata, created_at) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO collections "
+            "(id, tenant, uid, model, chunk_tokens, overlap_tokens, recall, metadata, created_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 new.name,
                 new.tenant,
+                new.uid,
                 new.model,
                 new.chunk_tokens,
                 new.overlap_tokens,

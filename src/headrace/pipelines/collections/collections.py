@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +43,14 @@ from headrace.pipelines.collections.document_source import document_type, fetch_
 from headrace.pipelines.collections.duplicate_chunks import sketch_bands, text_digest
 from headrace.pipelines.collections.encoder import Encoder, ServedEncoder, find_encoder
 from headrace.pipelines.collections.indexer import CallerFor, EncoderFor, Indexer
+from headrace.pipelines.collections.keyword_words import KeywordWords
 from headrace.pipelines.collections.metadata_filters import check_metadata
 from headrace.pipelines.collections.records import CollectionRecord, CollectionStats, DocumentRecord
 from headrace.pipelines.collections.rerank_pass import RerankCosts, find_reranker, rerank_within
 from headrace.pipelines.public_fetch import FetchPolicy
 
 if TYPE_CHECKING:
+    from headrace.gateway.caches.results.result_cache import ResultCache
     from headrace.gateway.flow.services import Services
     from headrace.gateway.serving.exchange import Caller
 
@@ -93,6 +96,7 @@ class Collections:
         encoder_for: EncoderFor,
         rerank_for: RerankFor | None = None,
         default_model: Callable[[Caller], str] = lambda caller: "",
+        results: ResultCache | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
@@ -100,8 +104,10 @@ class Collections:
         self._database = Database(folder, name="collections", steps=STEPS)
         self._caller_for = caller_for
         self._encoder_for = encoder_for
+        self.keyword_words = KeywordWords(self._database)
         self._rerank_for = rerank_for
         self._default_model = default_model
+        self._results = results
         self._now = now
         self._indexes: OrderedDict[int, CollectionIndex] = OrderedDict()  # the least recently used first
         self._fetching = FetchPolicy(
@@ -135,6 +141,7 @@ class Collections:
             encoder_for=encoder_for,
             rerank_for=rerank_for,
             default_model=lambda caller: find_encoder(services, caller, config.embedder).name,
+            results=services.results,
         )
 
     async def start(self) -> None:
@@ -214,6 +221,7 @@ class Collections:
             seq=0,
             tenant=caller.tenant,
             name=name,
+            uid=secrets.token_hex(8),
             model=model,
             chunk_tokens=tokens,
             overlap_tokens=overlap,
@@ -262,7 +270,10 @@ class Collections:
             caller=caller,
             index=index,
             encoder=lambda: self._encoder_for(caller, record.model),
+            keyword_words=self.keyword_words,
             rerank=call,
+            reranker=f"{rerank or self._config.reranker}" if call is not None else "",
+            results=self._results,
             default_s=self._config.search_ms / 1e3,
         )
 

@@ -72,6 +72,7 @@ class ServedEncoder:
     async def embed(self, texts: Sequence[str], caller: Caller, purpose: Purpose) -> Floats:
         given = {"truncate": True} if self._served.upstream is None else {}
         work = TextEvaluation(self._served, caller, given)
+        work.use_cache = purpose == "query"  # a collection keeps the vectors of its documents itself
         # The model's prompts for the two sides, if it has them.
         named = {f"text {place}": text for place, text in enumerate(texts)}
         await work.take(named, prompt_name=purpose)

@@ -16,6 +16,7 @@ class CollectionRecord(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     tenant: str
     name: str
+    uid: str = ""  # random, for caches that several servers share
     model: str  # of the embeddings; empty: keyword search only
     encoder: str = ""  # identity of the model that made the stored vectors; empty: there are none
     chunk_tokens: int

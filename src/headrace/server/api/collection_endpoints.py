@@ -199,5 +199,6 @@ def search_json(result: SearchResult) -> dict[str, Any]:
         "version": result.version,
         "skipped": dict(result.skipped),
         "reranked": result.reranked,
+        "cached": result.cached,
         "stages_ms": dict(result.stages_ms),
     }

@@ -65,6 +65,7 @@ EMBEDDINGS_PARAMETERS: Final[ParameterTable] = {
     ),
     **_TRUNCATION,
     **_OWN,
+    "cache": EXTRAS["cache"],
     **{name: parameter for name, parameter in VECTORS.items() if name != "input_type"},
 }
 RERANK_PARAMETERS: Final[ParameterTable] = {
@@ -161,6 +162,7 @@ async def prepare_embeddings(
     dimensions: int | None = given.get("dimensions")
     _check_dimensions(dimensions, served.width)
     work = TextEvaluation(served, caller, _with_prompt(served, given))
+    work.use_cache = given.get("cache") != "off"
     await work.take({f"input[{place}]": text for place, text in enumerate(texts)})
     plain = given.get("encoding_format", "float") == "float"
     return PreparedCall(work, partial(_embeddings, work, dimensions, plain=plain))

@@ -1,4 +1,4 @@
-"""Stores entries of the exact cache in the server's sqlite file, so that they survive a restart.
+"""Stores entries of the exact cache, or of another one, in the server's sqlite file, so that they survive a restart.
 
 Owns SqliteStore and its tables, which it creates on first use. Evicts the least recently used entry, with one bound for
 all entries and one for each tenant's. Uses are collected in memory and written with the next entry, so that no read
@@ -71,11 +71,26 @@ _BATCH: Final = 1000  # entries that one transaction removes
 _MAX_USES: Final = 4096  # collected before they are written
 
 
+class _Tables:
+    """Executes statements on the tables of one cache: `exact_` in a statement stands for its name."""
+
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        self._connection = connection
+        self._prefix = f"{name}_"
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(statement.replace("exact_", self._prefix), values)
+
+    def executemany(self, statement: str, rows: Sequence[Sequence[Any]]) -> sqlite3.Cursor:
+        return self._connection.executemany(statement.replace("exact_", self._prefix), rows)
+
+
 class SqliteStore:
     def __init__(
         self,
         database: Database,
         *,
+        name: str = "exact",  # of the cache; its tables' names begin with it
         most_bytes: int = 1024**3,  # 1 GiB
         tenant_bytes: int | None = None,  # of one tenant; by default the same
         bound_s: float = 0.05,  # timeout of one lookup transaction
@@ -84,6 +99,7 @@ class SqliteStore:
         self.most_bytes = most_bytes
         self.tenant_bytes = most_bytes if tenant_bytes is None else min(tenant_bytes, most_bytes)
         self._database = database
+        self._name = name
         self._clock = clock
         self._batcher = LookupBatcher(self._find, seconds=bound_s)
         # Used only by the database's thread.
@@ -101,7 +117,7 @@ class SqliteStore:
     async def _find(self, cache_keys: Sequence[CacheKey]) -> Sequence[StoreLookup]:
         now = self._clock()
 
-        def find(connection: sqlite3.Connection) -> list[StoreLookup]:
+        def find(connection: _Tables) -> list[StoreLookup]:
             return [StoreLookup(self._select(connection, cache_key, now)) for cache_key in cache_keys]
 
         return await self._run(find)
@@ -112,7 +128,7 @@ class SqliteStore:
             return False
         now = self._clock()
 
-        def put(connection: sqlite3.Connection) -> None:
+        def put(connection: _Tables) -> None:
             self._write_uses(connection)
             _sweep(connection, now)
             connection.execute("DELETE FROM exact_entries WHERE key = ?", (cache_key.digest,))
@@ -141,10 +157,10 @@ class SqliteStore:
             values.append(scope.tag)
         condition = " AND ".join(where)  # constant texts; client input is only in `values`
 
-        def last(connection: sqlite3.Connection) -> int:
+        def last(connection: _Tables) -> int:
             return connection.execute("SELECT COALESCE(MAX(seq), 0) FROM exact_entries").fetchone()[0]
 
-        def remove(connection: sqlite3.Connection) -> tuple[int, int]:
+        def remove(connection: _Tables) -> tuple[int, int]:
             rows = connection.execute(
                 f"SELECT seq, expires > ? FROM exact_entries WHERE {condition} AND seq <= ? LIMIT ?",
                 (now, *values, latest, _BATCH),
@@ -171,17 +187,18 @@ class SqliteStore:
         """Stop lookups. The database belongs to its owner."""
         await self._batcher.close()
 
-    async def _run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def _run(self, function: Callable[[_Tables], Result]) -> Result:
         def with_tables(connection: sqlite3.Connection) -> Result:
+            tables = _Tables(connection, self._name)
             # The database reopens its file after an error, and it may be another file by then.
             if self._opened is not connection:
                 for statement in SCHEMA:
-                    connection.execute(statement)
-                (last,) = connection.execute("SELECT COALESCE(MAX(used), 0) FROM exact_entries").fetchone()
+                    tables.execute(statement)
+                (last,) = tables.execute("SELECT COALESCE(MAX(used), 0) FROM exact_entries").fetchone()
                 self._use = max(self._use, last)
                 self._opened = connection
             try:
-                return function(connection)
+                return function(tables)
             except sqlite3.Error:
                 self._opened = None
                 raise
@@ -190,7 +207,7 @@ class SqliteStore:
 
     # These run in the database's thread, in a transaction.
 
-    def _select(self, connection: sqlite3.Connection, cache_key: CacheKey, now: float) -> bytes | None:
+    def _select(self, connection: _Tables, cache_key: CacheKey, now: float) -> bytes | None:
         row = connection.execute(
             "SELECT answer FROM exact_entries WHERE key = ? AND tenant = ? AND expires > ?",
             (cache_key.digest, cache_key.tenant, now),
@@ -203,13 +220,13 @@ class SqliteStore:
             self._write_uses(connection)
         return row[0]
 
-    def _write_uses(self, connection: sqlite3.Connection) -> None:
+    def _write_uses(self, connection: _Tables) -> None:
         connection.executemany(
             "UPDATE exact_entries SET used = ? WHERE key = ?", [(use, key) for key, use in self._uses.items()]
         )
         self._uses.clear()
 
-    def _make_room(self, connection: sqlite3.Connection, tenant: str, size: int) -> None:
+    def _make_room(self, connection: _Tables, tenant: str, size: int) -> None:
         while _total(connection, tenant).bytes + size > self.tenant_bytes:
             if not _drop_oldest(connection, "tenant = ?", (tenant,)):
                 break
@@ -218,7 +235,7 @@ class SqliteStore:
                 break
 
 
-def _drop_oldest(connection: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> bool:
+def _drop_oldest(connection: _Tables, where: str, values: tuple[Any, ...]) -> bool:
     """Evict one entry. False if there is none although the totals say so; then recount them."""
     dropped = connection.execute(
         f"DELETE FROM exact_entries WHERE seq = (SELECT seq FROM exact_entries WHERE {where} ORDER BY used LIMIT 1)",
@@ -233,7 +250,7 @@ def _drop_oldest(connection: sqlite3.Connection, where: str, values: tuple[Any, 
     return False
 
 
-def _total(connection: sqlite3.Connection, tenant: str | None = None) -> CacheSize:
+def _total(connection: _Tables, tenant: str | None = None) -> CacheSize:
     where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
     row = connection.execute(
         f"SELECT COALESCE(SUM(entries), 0), COALESCE(SUM(bytes), 0) FROM exact_totals{where}", values
@@ -241,7 +258,7 @@ def _total(connection: sqlite3.Connection, tenant: str | None = None) -> CacheSi
     return CacheSize(*row)
 
 
-def _sweep(connection: sqlite3.Connection, now: float) -> int:
+def _sweep(connection: _Tables, now: float) -> int:
     return connection.execute(
         "DELETE FROM exact_entries WHERE seq IN (SELECT seq FROM exact_entries WHERE expires <= ? LIMIT ?)",
         (now, _BATCH),
