@@ -1,6 +1,6 @@
 """Writes mini's held-out questions with its own answers, as prompts for `headrace tune` and `headrace evaluate`.
 
-    python benchmarks/tuning/questions.py questions.jsonl [--sample N]
+python benchmarks/tuning/questions.py questions.jsonl [--sample N]
 """
 
 from __future__ import annotations

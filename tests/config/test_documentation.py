@@ -39,6 +39,7 @@ from headrace.config import (
 )
 from headrace.config import breaker_section as breaker
 from headrace.config import canary_section as canary
+from headrace.config import managed_section as managed
 from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
@@ -66,6 +67,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME.upstream.retries]`": upstreams.UpstreamRetries,
     "`[models.NAME.upstream.breaker]`": breaker.UpstreamBreakerConfig,
     "`[models.NAME.upstream.health]`": upstreams.UpstreamHealthConfig,
+    "`[models.NAME.upstream.managed]`": managed.ManagedConfig,
     "`[models.NAME.upstream.takes]`": upstreams.UpstreamFeatures,
     "`[surfaces.NAME]`": SurfaceConfig,
     "`[surfaces.NAME.ladder]`": LadderConfig,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.breaker_section import UpstreamBreakerConfig
+from headrace.config.managed_section import ManagedConfig, check_managed
 from headrace.config.value_types import Count, Finding, Seconds, Secret, Section, Share, Text
 
 # Header values may be secrets too.
@@ -186,7 +187,7 @@ class UpstreamHealthConfig(Section, frozen=True):
 class UpstreamConfig(Section, frozen=True):
     """An OpenAI-compatible server that serves a variant."""
 
-    url: Text  # base URL without /chat/completions: "http://10.0.0.5:8000/v1"
+    url: Text | None = None  # base URL without /chat/completions: "http://10.0.0.5:8000/v1"
     kind: UpstreamKind = "compatible"  # sets the default features
     model: str = ""  # the model's name on that server; empty: the same name
     key_env: Text | None = None  # environment variable with the API key
@@ -209,6 +210,7 @@ class UpstreamConfig(Section, frozen=True):
     retries: UpstreamRetries = UpstreamRetries()
     breaker: UpstreamBreakerConfig = UpstreamBreakerConfig()
     health: UpstreamHealthConfig = UpstreamHealthConfig()
+    managed: ManagedConfig | None = None  # Headrace starts and supervises the server
 
 
 def features_of(config: UpstreamConfig) -> UpstreamFeatures:
@@ -235,14 +237,21 @@ _RESERVED_HEADERS: Final = (
 )
 
 
-def check_upstream(config: UpstreamConfig, environ: Mapping[str, str], where: str) -> Iterator[Finding]:
-    """Check what types and ranges cannot express. `where`: the table's path. Findings never contain a secret."""
+def check_upstream(
+    config: UpstreamConfig, environ: Mapping[str, str], where: str, *, processes: int = 1
+) -> Iterator[Finding]:
+    """Check what types and ranges cannot express. `where`: the table's path; `processes`: of the server. Findings never
+    contain a secret."""
+    yield from check_managed(config.managed, config.kind, config.url, processes, where)
     try:
-        parts = urlsplit(config.url)
+        parts = urlsplit(config.url or "")
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         parts, is_valid = urlsplit(""), False
-    if not is_valid or parts.query or parts.fragment:
+    if config.url is None:
+        if config.managed is None:
+            yield where, "missing required key url (or the table managed, for an engine that Headrace starts)"
+    elif not is_valid or parts.query or parts.fragment:
         yield f"{where}.url", "expected an http:// or https:// URL with a host and without a query"
     elif parts.username is not None or parts.password is not None:
         yield f"{where}.url", "expected a URL without user and password; use key_env or headers"

@@ -467,6 +467,7 @@ class Engine:
             "scheduler": self.scheduler.stats(),
             "blocks": self.blocks.stats(),
             "contiguous_tokens": self.scheduler.contiguous_tokens,
+            **({"capacity": self.scheduler.capacity(self._clock())} if self._spec.kind == "decoder" else {}),
             **({"tiers": self._tiers.stats()} if self._tiers is not None else {}),
             **({"core": self._core} if self._core else {}),
         }

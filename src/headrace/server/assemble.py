@@ -35,6 +35,7 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
+from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
 from headrace.lab.online.lab_store import SqliteLabStore
@@ -108,6 +109,7 @@ def assemble(
         fast=config.profiles.fast,
         background=BackgroundTasks(),
         observer=observer,
+        capacity=CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s),
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
         loops=(recorder.run,),

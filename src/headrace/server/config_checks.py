@@ -80,7 +80,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
         for full, upstream in upstreams_of(name, model).items():
             suffix = full.removeprefix(name)[1:]
             where = key_path("models", name, "upstreams", suffix) if suffix else key_path("models", name, "upstream")
-            yield from check_upstream(upstream, environ, where)
+            yield from check_upstream(upstream, environ, where, processes=config.server.processes)
     yield from recordings.findings(config.recording, environ)
     served = names_of(config)
     yield from accounts.check_accounts(config, served)

@@ -29,8 +29,9 @@ T = TypeVar("T")
 # Response headers that a page of another origin may read, beside those that browsers always show.
 _EXPOSED: Final = (
     "x-request-id, request-id, x-should-retry, retry-after, retry-after-ms, server-timing, "
-    "x-headrace-cache, x-headrace-degraded, x-headrace-fast, x-headrace-golden, x-headrace-ignored, "
-    "x-headrace-route, x-headrace-run, x-headrace-shaped, x-headrace-skipped, x-headrace-truncated, "
+    "x-headrace-cache, x-headrace-capacity-tokens-per-s, x-headrace-capacity-ttft-ms, x-headrace-degraded, "
+    "x-headrace-fast, x-headrace-golden, x-headrace-ignored, x-headrace-route, x-headrace-run, x-headrace-shaped, "
+    "x-headrace-skipped, x-headrace-truncated, "
     "x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

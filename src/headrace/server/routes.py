@@ -9,6 +9,7 @@ from headrace.server import openapi, status_endpoints, web_pages
 from headrace.server.admin import canary_routes, history_routes, lab_routes, live_routes, pin_routes
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
+    capacity_endpoint,
     chat_completions,
     collection_endpoints,
     completions,
@@ -47,6 +48,7 @@ def all_routes(
         *metered_endpoint.routes(context),
         *tokenize.routes(context),
         *model_endpoints.routes(context),
+        *capacity_endpoint.routes(context),
         *status_endpoints.routes(context),
         *request_endpoints.routes(context),
         *feedback.routes(context),

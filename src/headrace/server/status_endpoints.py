@@ -33,6 +33,8 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
             status = "starting"
         else:
             status = "ready" if any(models.values()) else "unavailable"
+            if status == "ready" and context.services.capacity.overloaded:
+                status = "overloaded"
         if status in ("draining", "starting"):
             body: dict[str, object] = {"status": status}
         else:

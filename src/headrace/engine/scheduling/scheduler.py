@@ -36,8 +36,9 @@ from headrace.engine.scheduling.step_plan import (
     StepPlan,
 )
 from headrace.engine.scheduling.step_time import StepTimeModel
-from headrace.engine.scheduling.waiting_queue import FairQueue, JobState, SequenceJob
+from headrace.engine.scheduling.waiting_queue import FairQueue, JobState, SequenceJob, TenantAccount
 
+TYPICAL_PROMPT = 256  # tokens
 _FORCED = 16  # tokens appended at once that still count as decoding
 
 
@@ -61,6 +62,14 @@ class SchedulerStats(msgspec.Struct):
     steps: int = 0
     rows: int = 0
     step_error: float = 0.0  # recent mean of |log(measured / predicted)| of step times
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What the scheduler could take on now, as predicted."""
+
+    ttft: dict[str, float]  # seconds to the first token of a new prompt of TYPICAL_PROMPT tokens, by surface
+    prompt_tokens_per_s: float  # of prompts, beside the running streams
+    free_output_tokens_per_s: float  # that more streams could have, within the chat surface's gaps between tokens
 
 
 class Scheduler:
@@ -149,6 +158,26 @@ class Scheduler:
         counts.preempted, counts.rescues, counts.followed = planner.preempted, planner.rescues, planner.followed
         counts.step_error = self.model.error
         return counts
+
+    def capacity(self, now: float) -> Capacity:
+        """Predict what a new request would meet, of a tenant without others."""
+        forecast, account = self._forecast, TenantAccount("")
+        ttft: dict[str, float] = {}
+        for name, surface in self.policy.surfaces.items():
+            if not surface.background:
+                request = GenerationRequest(id="", prompt=(0,) * TYPICAL_PROMPT, surface=name, arrival=now)
+                job = SequenceJob(-1, self._open(request, 0, ()), surface, account)
+                self._planner.look(job)
+                ttft[name] = self._planner.wait_seconds(job, now)[0] + job.service
+        streams = len(self.running.decoding)
+        context = forecast.base_pairs // forecast.base_rows if forecast.base_rows else TYPICAL_PROMPT
+        most = self.limits.max_sequences
+        gap = self.policy.surfaces["chat"].itl
+        while most > 1 and self.model.predict(most, most * context) > gap:
+            most //= 2
+        full = most / self.model.predict(most, most * context)
+        used = streams / self.model.predict(streams, streams * context) if streams else 0.0
+        return Capacity(ttft, 1.0 / forecast.row_seconds(), max(0.0, full - used))
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step; None if there is nothing to compute."""

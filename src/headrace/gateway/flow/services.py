@@ -27,6 +27,7 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
+from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
 
 
@@ -50,6 +51,7 @@ class Services(msgspec.Struct, kw_only=True):
     fast: ProfileConfig
     background: BackgroundTasks
     observer: RequestObserver
+    capacity: CapacityMonitor
     objective_watch: ObjectiveWatch | None = None
     answer_observers: tuple[AnswerObserver, ...] = ()
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
@@ -75,6 +77,7 @@ class Services(msgspec.Struct, kw_only=True):
         if self.ladder.is_used:
             served = self.fleet.served.items()
             run(poll_statistics(self.pressure, {name: each.engine for name, each in served if each.upstream is None}))
+        run(self.capacity.run())
         if not self.dispatcher.router.idle:
             run(self.dispatcher.watch_health())
         run(sweep_forever(self.caches))

@@ -119,7 +119,9 @@ class TextFlow:
     def headers(self) -> dict[str, str]:
         """Return the response headers that the stages set. They are final once the answer is complete."""
         state = self._state
-        headers = {**self.exchange.headers, **state.degradation.record.headers()}
+        exchange = self.exchange
+        capacity = state.services.capacity.headers(exchange.served.name, exchange.surface)
+        headers = {**exchange.headers, **capacity, **state.degradation.record.headers()}
         if state.shaping.changes:
             headers["x-headrace-shaped"] = header_value(state.shaping.changes)
         generation = state.generation

@@ -93,10 +93,15 @@ def of_upstream(config: UpstreamConfig) -> str:
     """Return the fingerprint of an upstream as configured: its URL, the model name, and the fields it is sent.
 
     It leaves out the key and the values of headers, because clients see the fingerprint. Changes that the upstream's
-    operators make do not change it.
+    operators make do not change it. Of a managed engine, what determines its answers stands for the URL.
     """
-    address = urlsplit(config.url)
-    sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, features_of(config))
+    managed = config.managed
+    if managed is not None:
+        given = (managed.model, managed.quantisation, managed.kv_dtype, managed.adapters, managed.arguments)
+        sent = (config.kind, "managed", msgspec.json.encode(given).decode(), config.model, features_of(config))
+    else:
+        address = urlsplit(config.url or "")
+        sent = (config.kind, address.netloc.lower(), address.path.rstrip("/"), config.model, features_of(config))
     return _fingerprint(_named("upstream", msgspec.msgpack.encode((sent, sorted(config.headers)))))
 
 

@@ -269,8 +269,10 @@ class Fleet:
                 ending.push_async_callback(each.close)
 
     def restarts(self, name: str) -> list[int]:
-        """Return how often the processes of each replica were restarted; empty for an upstream."""
+        """Return how often the processes of each replica were restarted; empty for an upstream that others run."""
         runs = self._runs.get(name)
+        if isinstance(runs, Upstream) and runs.engine is not None:
+            return [runs.engine.restarts]
         return runs.supervisor.restarts if isinstance(runs, AsyncLLM) else []
 
     def find(self, name: str, profile: str = "standard") -> ServedVariant:

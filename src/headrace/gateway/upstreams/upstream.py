@@ -8,14 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+from msgspec.structs import replace
+
+from headrace.config.managed_section import ManagedConfig
 from headrace.config.upstream_section import UpstreamConfig, features_of, health_path
 from headrace.errors import HeadraceError
 from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.upstreams import upstream_errors
+from headrace.gateway.upstreams.engine_commands import EngineLoad, command_of, environment_of, load_of
+from headrace.gateway.upstreams.managed_engine import ManagedEngine
 from headrace.gateway.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
@@ -49,6 +56,7 @@ UPSTREAM_COUNTERS: Final[tuple[UpstreamCounter, ...]] = (
     "usage_estimated",
     "usage_wrong",
 )
+_MOST_METRICS: Final = 1024 * 1024  # bytes of a managed engine's metrics
 _SMOOTHING: Final = 0.2  # weight of the newest time to the first output in the average
 
 
@@ -85,6 +93,7 @@ class Upstream:
         self._ttft: float | None = None  # seconds, a moving average
         self._failed_checks = 0  # in a row
         self._watching: asyncio.Task[None] | None = None
+        self.engine: ManagedEngine | None = None  # the server, if Headrace runs it
 
     @classmethod
     def of(cls, name: str, config: UpstreamConfig, environ: Mapping[str, str]) -> Upstream:
@@ -96,19 +105,52 @@ class Upstream:
                 raise HeadraceError(
                     f"The environment variable {config.key_env} is not set. It must hold the key of '{name}'."
                 )
-        return cls(name, config, key=key, tokenizer=_tokenizer(config.tokenizer) if config.tokenizer else None)
+        tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else None
+        if config.managed is None:
+            return cls(name, config, key=key, tokenizer=tokenizer)
+        return cls._managed(name, config, config.managed, environ, tokenizer)
+
+    @classmethod
+    def _managed(
+        cls,
+        name: str,
+        config: UpstreamConfig,
+        managed: ManagedConfig,
+        environ: Mapping[str, str],
+        tokenizer: Tokenizer | None,
+    ) -> Upstream:
+        port, key = managed.port or free_port(), secrets.token_urlsafe(32)
+        served_name = config.model or name
+        config = replace(config, url=f"http://127.0.0.1:{port}/v1", model=served_name)
+        upstream = cls(name, config, key=key, tokenizer=tokenizer)
+        command = command_of(config.kind, managed, served_name=served_name, port=port, key=key, context=config.context)
+        upstream.engine = ManagedEngine(
+            name,
+            managed,
+            command,
+            environment_of(config.kind, managed, environ, key=key),
+            check_s=config.health.interval_s,
+            failures=config.health.failures,
+            changed=upstream.set_healthy,
+        )
+        upstream.healthy = False
+        return upstream
 
     # Lifecycle
 
     async def start(self) -> None:
-        """Start the health checks. Requests do not wait for them."""
-        if health_path(self.config):
+        """Start the health checks. Requests do not wait for them, but for a managed engine."""
+        if self.engine is not None:
+            await self.engine.start(self)
+        elif health_path(self.config):
             self._watching = asyncio.create_task(self._watch())
 
     def abandon(self) -> None:
         """Do what `close` does for an upstream that was never started."""
 
     async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -136,12 +178,32 @@ class Upstream:
             self.healthy = False
             log.warning("the upstream of %s is unhealthy", self.name)
 
+    def set_healthy(self, healthy: bool) -> None:
+        self.healthy = healthy
+
+    async def probe(self) -> bool:
+        """Return whether a managed engine answers its health check in time."""
+        try:
+            status = await self.client.get(health_path(self.config), self.clock() + self.config.health.timeout_s)
+        except upstream_errors.UpstreamError:
+            return False
+        return 200 <= status < 300
+
+    async def read_load(self) -> EngineLoad:
+        """Read a managed engine's metrics; what cannot be read is unknown."""
+        try:
+            due = self.clock() + self.config.health.timeout_s
+            status, body = await self.client.fetch("/metrics", due, _MOST_METRICS)
+        except upstream_errors.UpstreamError:
+            return EngineLoad()
+        return load_of(self.config.kind, body.decode("utf-8", "replace")) if status == 200 else EngineLoad()
+
     # Requests
 
     @property
     def available(self) -> bool:
         """True if a request would be admitted now; for routing."""
-        return self.ready and not self.slots.full
+        return self.ready and not self.slots.full and not (self.engine is not None and self.engine.crowded)
 
     @property
     def ready(self) -> bool:
@@ -204,7 +266,15 @@ class Upstream:
             "ttft_s": self._ttft,
             **self._counts,
             "reasons": dict(self._reasons),
+            **({} if self.engine is None else {"engine": self.engine.state()}),
         }
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _tokenizer(name: str) -> Tokenizer:

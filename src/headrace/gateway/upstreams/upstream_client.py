@@ -116,11 +116,11 @@ class UpstreamClient:
         self._name = name
         self._config = config
         self._clock = clock
-        self._base = config.url.rstrip("/")
+        self._base = (config.url or "").rstrip("/")
         self._headers = _headers(config, key)
         self._tls = _tls(config)
         self._session: aiohttp.ClientSession | None = None
-        host = urlsplit(config.url).netloc
+        host = urlsplit(config.url or "").netloc
         # Texts to remove from the upstream's messages. Shorter ones would match ordinary words.
         model = "" if config.model in name else config.model
         known = (key or "", *config.headers.values(), self._base, host, host.partition(":")[0], model)
@@ -147,6 +147,15 @@ class UpstreamClient:
         await reply.rest(_MOST_ERROR, due)
         reply.release()
         return reply.status
+
+    async def fetch(self, path: str, due: float, most: int) -> tuple[int, bytes]:
+        """Return status and body, of at most `most` bytes, of a GET for a path from the server's root."""
+        parts = urlsplit(self._base)
+        reply = await self._request("GET", f"{parts.scheme}://{parts.netloc}{path}", None, due)
+        try:
+            return reply.status, await reply.rest(most, due)
+        finally:
+            reply.release()
 
     async def close(self) -> None:
         if self._session is not None:
@@ -249,7 +258,7 @@ def _tls(config: UpstreamConfig) -> ssl.SSLContext | bool:
 
 def _proxy(config: UpstreamConfig) -> str | None:
     """Return the proxy that the environment names for this address."""
-    parts = urlsplit(config.url)
+    parts = urlsplit(config.url or "")
     if urllib.request.proxy_bypass(parts.netloc):
         return None
     proxies = urllib.request.getproxies()

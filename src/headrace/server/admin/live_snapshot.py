@@ -15,6 +15,7 @@ from typing import Any, Final
 from headrace import __version__
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.upstreams.managed_engine import ManagedEngine
 from headrace.observe.latency.latency_book import Row, Slice, Tick, group
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
@@ -109,6 +110,9 @@ class LiveSnapshot:
                 found.append(_engine(name, replica, restarts, known))
 
         await asyncio.gather(*(ask(name) for name, served in fleet.served.items() if served.upstream is None))
+        for name, served in fleet.served.items():
+            if served.upstream is not None and served.upstream.engine is not None:
+                found.append(_managed(name, served.upstream.config.kind, served.upstream.engine))
         return sorted(found, key=lambda engine: (engine["model"], engine["replica"]))
 
     def _variant(self, name: str) -> dict[str, Any]:
@@ -239,6 +243,13 @@ def _stages(rows: Sequence[tuple[Slice, Row]]) -> list[dict[str, Any]]:
         for total in (sum(row.stages.values()),)
         for name, seconds in row.stages.items()
     ]
+
+
+def _managed(model: str, kind: str, engine: ManagedEngine) -> dict[str, Any]:
+    """Return the server of another engine as one of ours is shown."""
+    state = engine.state()
+    shown = {name: state[name] for name in ("restarts", "running", "waiting", "kv_used_share", "status")}
+    return {"model": model, "replica": 0, "engine": kind, "answers": state["status"] == "ready", **shown}
 
 
 def _engine(model: str, replica: int, restarts: Sequence[int], known: dict[str, Any] | None) -> dict[str, Any]:
