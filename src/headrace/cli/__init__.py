@@ -36,6 +36,7 @@ COMMANDS = {
     "doctor": "Check this machine and a configuration, and say what to do.",
     "drill": "Rehearse a failure on a temporary server and check what the playbook promises.",
     "evaluate": "Measure a model, or a precision of it, on your own text.",
+    "gate": "Judge whether a candidate may take a baseline's place, on your own prompts.",
     "generate": "Continue a prompt with a model and print the text as it comes.",
     "inspect": "Describe a model: its size, its memory, and the best speed this machine allows.",
     "make-model": "Create a model with random weights in the shape of a public one.",

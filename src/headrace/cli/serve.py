@@ -109,7 +109,10 @@ def serve(
             structlog.get_logger("headrace").info("serving", models=sorted(loaded.models), url=f"{url}/v1")
             return
         names = ", ".join(loaded.models)
-        console.print(f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n")
+        # One line, however many models there are: programs that start a server look for it.
+        console.print(
+            f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n", soft_wrap=True
+        )
         console.print(
             f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'\n""",

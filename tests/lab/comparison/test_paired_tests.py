@@ -9,10 +9,12 @@ import pytest
 
 from headrace.lab.comparison.paired_tests import (
     binomial_tail,
+    drop_interval,
     holm,
     mean_above,
     mean_interval,
     share_below,
+    share_interval,
     worse_share,
 )
 
@@ -53,6 +55,13 @@ def test_few_values_are_flipped_exactly() -> None:
     assert mean_above([]) == 1.0
 
 
+def test_many_values_are_tested_by_their_standard_error() -> None:
+    values = np.random.default_rng(4).normal(0.1, 1.0, 501)
+    few = mean_above(values[:500])
+    assert mean_above(values) == pytest.approx(few, abs=0.01)
+    assert mean_above(-values) > 0.9
+
+
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     rng = np.random.default_rng(3)
     covered = sum(
@@ -60,6 +69,20 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     )
     assert 0.91 <= covered / 300 <= 0.985
     assert mean_interval([1.0]) == (-math.inf, math.inf)
+
+
+def test_exact_intervals_leave_room_where_nothing_was_seen() -> None:
+    low, high = share_interval(60, 60)
+    assert high == 1.0
+    assert low == pytest.approx(0.025 ** (1 / 60))
+    assert share_interval(0, 10)[1] == pytest.approx(1 - 0.025 ** (1 / 10))
+    assert share_interval(5, 10)[0] == pytest.approx(1 - share_interval(5, 10)[1])
+    low, high = drop_interval([True] * 100, [True] * 100)
+    assert high == pytest.approx(1 - 0.025**0.01, abs=1e-6)
+    assert low == -high
+    low, high = drop_interval([False] * 50 + [True] * 50, [True] * 100)
+    assert low < 0.5 < high
+    assert low > 0.35
 
 
 def test_holm_rejects_step_by_step() -> None:

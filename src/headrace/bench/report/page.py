@@ -13,9 +13,12 @@ from headrace.observe.web import web_text
 _HERE: Final = Path(__file__).parent
 
 
-def report_page(title: str, under: str, main: Sequence[Html], *, glossary: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the file. `under`: the line below the title; `glossary`: words and their meanings, for the end."""
-    style = web_text("base.css", "charts.css") + (_HERE / "report.css").read_text(encoding="utf-8")
+def report_page(
+    title: str, under: str, main: Sequence[Html], *, glossary: Sequence[tuple[str, str]] = (), style: str = ""
+) -> str:
+    """Return the file. `under`: the line below the title; `glossary`: words and their meanings, for the end; `style`:
+    rules after the reports' own."""
+    style = web_text("base.css", "charts.css") + (_HERE / "report.css").read_text(encoding="utf-8") + style
     script = web_text("theme.js", "tooltips.js") + (_HERE / "report.js").read_text(encoding="utf-8")
     words = (join(tag("dt", word), tag("dd", meaning)) for word, meaning in glossary)
     parts = (

@@ -27,6 +27,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cost_micros: int | None = None  # millionths of the currency; None: no price is known
     error: str = ""  # why there is no answer
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first."""
+        if self.ttft_s is None or self.e2el_s is None or self.output_tokens < 2:
+            return None
+        return max(0.0, self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
+
 
 class AnswerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the prompt says about a good answer."""

@@ -36,6 +36,7 @@ class AnswerComparison(msgspec.Struct, frozen=True, kw_only=True):
     length_log_ratio: float = 0.0  # log of candidate / baseline, in output tokens or else in characters
     ttft_log_ratio: float | None = None
     e2el_log_ratio: float | None = None
+    tpot_log_ratio: float | None = None
     cost_log_ratio: float | None = None
     candidate_failed: bool = False
     baseline_failed: bool = False
@@ -89,6 +90,7 @@ def _compare(candidate: Answer, baseline: Answer, context: AnswerContext, score:
         length_log_ratio=_length(candidate, baseline),
         ttft_log_ratio=_log_ratio(candidate.ttft_s, baseline.ttft_s),
         e2el_log_ratio=_log_ratio(candidate.e2el_s, baseline.e2el_s),
+        tpot_log_ratio=_log_ratio(candidate.tpot_s, baseline.tpot_s),
         cost_log_ratio=_log_ratio(candidate.cost_micros, baseline.cost_micros),
         candidate_failed=bool(candidate.error),
         baseline_failed=bool(baseline.error),
