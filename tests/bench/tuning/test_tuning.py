@@ -100,6 +100,20 @@ def test_levels_that_cannot_help_say_why(tiny_folder: Path) -> None:
     assert stored["weights"].skip == "the files are quantised"
 
 
+def test_a_choice_that_changes_nothing_equals_the_setting(tiny_folder: Path) -> None:
+    found = inputs(tiny_folder)
+    options = {name for level in tuning_levels(found) for choice in level.choices for name in choice.options}
+    for setting in (naive_setting(found), default_setting(found)):
+        assert options <= {*setting, "model"}
+    speculation = next(level for level in tuning_levels(found) if level.name == "speculation")
+    same = [
+        choice.label
+        for choice in speculation.choices
+        if {**naive_setting(found), **choice.options} == naive_setting(found)
+    ]
+    assert same == ["none"]
+
+
 def test_a_setting_is_measured_and_its_tokens_are_those_of_the_naive_one(tiny_folder: Path) -> None:
     traffic = tuning_traffic(None, "chat", requests=4, users=2, scale=0.05)
     found = inputs(tiny_folder, traffic=traffic.profile)

@@ -14,6 +14,10 @@ from headrace.models.spec import ModelSpec
 NO_PROMPTS: Final = "it changes the model, and nothing says what it may cost: pass --prompts with your own prompts"
 
 
+# Every option that a level may set is in the first setting, so that a choice that changes nothing is known as such.
+_COMMON: Final[Setting] = {"max_rows": 512, "most_drafts": 8, "draft_model": None, "keep": [], "kv_tokens": None}
+
+
 class TuningInputs(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     traffic: TrafficProfile
@@ -36,6 +40,7 @@ def naive_setting(inputs: TuningInputs) -> Setting:
         "weights": "auto" if inputs.stored else "f32",
         "kv": "f32",
         "context": default_context(inputs),
+        **_COMMON,
     }
 
 
@@ -50,6 +55,7 @@ def default_setting(inputs: TuningInputs) -> Setting:
         "weights": "auto",
         "kv": "bf16",
         "context": default_context(inputs),
+        **_COMMON,
     }
 
 
