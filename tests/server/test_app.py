@@ -12,6 +12,10 @@ import pytest
 
 from headrace import __version__
 from headrace.config import KeyConfig, RequestLimits
+from headrace.engine.interface.grammar_spec import NOT_FOLLOWED
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
+from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
 from tests.support.running_server import CHAT, asynchronous, fails, serving, words
 
@@ -196,3 +200,22 @@ async def test_pages_of_another_origin_may_read_every_documented_header() -> Non
         assert "access-control-expose-headers" not in asked.headers
         plain = await running.ask("POST", "/v1/chat/completions", CHAT)
         assert "access-control-expose-headers" not in plain.headers
+
+
+@asynchronous
+async def test_a_grammar_that_cannot_be_followed_is_the_requests_mistake() -> None:
+    def answer(stream: OutputStream) -> None:
+        usage = SequenceUsage(3, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+        ending = SequenceEnd(FinishReason.FAILED, usage, NOT_FOLLOWED + "too many states")
+        stream.push(SequenceOutput("", 0, [], "", ending=ending))
+
+    async with serving() as running:
+        running.engine.answer = answer
+        for stream in (False, True):
+            found = await running.ask("POST", "/v1/chat/completions", {**CHAT, "guided_regex": "a+", "stream": stream})
+            assert (found.status, found.error["type"], found.error["param"]) == (
+                400,
+                "invalid_request_error",
+                "guided_regex",
+            )
+            assert "too many states" in found.error["message"]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.executors.batch_builder import BlockRow
 from headrace.engine.executors.executor import SampleBatch
+from headrace.engine.interface.grammar_spec import NOT_FOLLOWED
 from headrace.engine.interface.output_text import OutputText
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, SequenceState
@@ -137,8 +138,8 @@ class SequenceProgress:
                 sampled = masks
             accepted = self._verified(sequence, tokens[at : at + sampled], share.wanted - 1)
             if not accepted:
-                why = self.grammar.error if self.grammar is not None else None
-                return ShareOutcome([], FinishReason.FAILED, why or _NO_CHOICE)
+                error = self.grammar.error if self.grammar is not None else None
+                return ShareOutcome([], FinishReason.FAILED, _NO_CHOICE if error is None else NOT_FOLLOWED + error)
         if not self.blind:
             self.chosen += [rows.chosen(at + place) for place in range(len(accepted))]
         finish = None

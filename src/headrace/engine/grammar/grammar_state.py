@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,6 +14,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from headrace.engine.interface.grammar_spec import NOT_FOLLOWED
 from headrace.errors import HeadraceError
 
 Mask = NDArray[np.uint32]
@@ -135,12 +137,12 @@ class GrammarState:
                 if self.matcher.consume_token(token):
                     return
                 self.error = failure_reason(self.matcher)
-            raise GrammarError(f"The grammar cannot be followed: {self.error}")
+            raise GrammarError(NOT_FOLLOWED + self.error)
 
 
 def failure_reason(matcher: LLMatcher) -> str:
     """Return why a matcher failed, in one line or a few."""
-    return matcher.get_error().split("\n<state>")[0].strip()[:500] or "no reason given"
+    return re.split(r"\n<(?:state|non-verbose)", matcher.get_error())[0].strip()[:500] or "no reason given"
 
 
 # Masks that are known, None where everything is allowed; or a state and drafts whose masks are to be computed.

@@ -16,6 +16,7 @@ from headrace.errors import RequestError
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 GRAMMAR_KINDS: Final[tuple[str, ...]] = get_args(GrammarKind)
+NOT_FOLLOWED: Final = "The grammar cannot be followed: "  # begins the reason of a sequence that ends by its grammar
 
 # Whitespace between JSON tokens: a few spaces, or a newline with indentation. Without a bound, small models get stuck
 # in it.

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from headrace.engine.interface.grammar_spec import NOT_FOLLOWED
 from headrace.engine.interface.output_text import token_bytes
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.interface.sampling import SampledToken
+from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningSplitter
 from headrace.gateway.output.tool_formats import ToolCallParser
@@ -119,6 +121,9 @@ class ChoiceReader:
         piece.calls += calls
 
     def _end(self, piece: ChoiceDelta, ending: SequenceEnd) -> None:
+        if ending.finish is FinishReason.FAILED and ending.why.startswith(NOT_FOLLOWED):
+            # The request's own fault: as an error of the server it would count against the variant's health.
+            raise RequestError(ending.why, parameter="grammar")
         if ending.finish is FinishReason.FAILED or ending.finish is FinishReason.CANCELLED:
             raise ApiError(ending.why or "The request was cancelled.", kind="server_error", code="generation_failed")
         if self._splitter is not None:
