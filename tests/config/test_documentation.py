@@ -40,6 +40,7 @@ from headrace.config import (
 from headrace.config import breaker_section as breaker
 from headrace.config import canary_section as canary
 from headrace.config import managed_section as managed
+from headrace.config import drift_section as drift
 from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
@@ -91,6 +92,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,
     "`[routing.golden]`": routing.GoldenConfig,
+    "`[drift]`": drift.DriftConfig,
     "`[canary]`": canary.CanaryConfig,
     "`[routing.shadows.NAME]`": routing.ShadowConfig,
     "`[routing.breaker]`": breaker.BreakerConfig,

@@ -18,6 +18,7 @@ from msgspec import Meta
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, ResultsConfig, SemanticConfig
 from headrace.config.canary_section import CanaryConfig
 from headrace.config.collection_section import CollectionsConfig
+from headrace.config.drift_section import DriftConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigError",
     "ConfigProblem",
     "Count",
+    "DriftConfig",
     "ExactConfig",
     "FastConfig",
     "Hours",
@@ -241,6 +243,7 @@ class Config(Section, frozen=True):
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
     canary: CanaryConfig = CanaryConfig()
+    drift: DriftConfig = DriftConfig()
     slo: dict[str, SloConfig] = msgspec.field(default_factory=dict[str, SloConfig])  # objectives, by surface
 
 

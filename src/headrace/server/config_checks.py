@@ -86,6 +86,9 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
     yield from accounts.check_accounts(config, served)
     yield from routing.findings(config.routing, served)
     yield from _canary(config.canary, served)
+    if config.drift.encoder is not None and config.drift.encoder not in served:
+        known = ", ".join(map(quoted, served))
+        yield "drift.encoder", f"expected a served encoder, one of {known}, found {quoted(config.drift.encoder)}"
     yield from pipeline_rules.findings(config, served)
     for name, each in config.prices.items():
         yield from _price(name, each, served)
@@ -163,6 +166,8 @@ def _processes(config: Config) -> Iterator[Finding]:
         yield "cache.semantic.mode", f"{one}: each process would have a cache of its own"
     if config.server.address_requests_per_s is not None:
         yield "server.address_requests_per_s", f"{one}: each process would count for itself"
+    if config.drift.share:
+        yield "drift.share", f"{one}: each process would see a part of the traffic"
     if config.routing.shadows:
         yield "routing.shadows", f"{one}: each process would have bounds and sums of its own"
     for name, surface in config.surfaces.items():

@@ -54,6 +54,7 @@ PATHS = (
     ("GET", "shadows"),
     ("GET", "shadows/trial"),
     ("GET", "quality"),
+    ("GET", "drift"),
     ("GET", "hard-cases"),
     ("GET", "canary"),
     ("POST", "canary"),
@@ -64,7 +65,7 @@ PATHS = (
     ("DELETE", "pins/pin_0"),
 )
 # What a server without keys shows to its own machine.
-OPEN_HERE = ("live", "latency", "history", "feedback", "shadows", "quality", "canary", "requests/")
+OPEN_HERE = ("live", "latency", "history", "feedback", "shadows", "quality", "drift", "canary", "requests/")
 
 
 class Usage:

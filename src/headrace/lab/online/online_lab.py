@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from headrace.config import Config
-from headrace.gateway.flow.answer_observer import AnswerObserver
+from headrace.gateway.flow.answer_observer import AnswerObserver, FinishedAnswer
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.prices import PriceBook
 from headrace.lab.comparison.similarity import lexical_overlap
-from headrace.lab.online.answer_difference import Similarity
+from headrace.lab.online.answer_difference import AnswerText, Similarity
 from headrace.lab.online.canaries import Canaries
 from headrace.lab.online.canary_operations import CanaryOperations
+from headrace.lab.online.drift_watch import DriftWatch
 from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.lab_store import LabStore
 from headrace.lab.online.shadows import RouteQuality, Shadow
@@ -29,19 +31,33 @@ class OnlineLab:
         shadows: Mapping[str, Shadow] | None = None,
         canaries: Canaries | None = None,
         hard_cases: HardCases | None = None,
+        drift: DriftWatch | None = None,
     ) -> None:
         """`canaries`: None in a front process, which relays calls about them."""
         self.shadows = shadows or {}
         self.canaries = canaries
         self.hard_cases = hard_cases  # None: none are kept
+        self.drift = drift  # None: nothing is watched
 
     @classmethod
     def from_config(
         cls, config: Config, services: Services, store: LabStore, *, similarity: Similarity = lexical_overlap
     ) -> OnlineLab:
         generate, served = services.dispatcher.generate, services.fleet.served
+        prices, drift = PriceBook.from_config(config.prices), None
+        if config.drift.share:
+            encoder = None if config.drift.encoder is None else served[config.drift.encoder]
+            drift = DriftWatch(config.drift, store, encoder=encoder, prices=prices)
+        judged = None if drift is None else partial(_note_quality, drift)
         shadows = {
-            name: Shadow(name, each, served[each.variant], generate, similarity)
+            name: Shadow(
+                name,
+                each,
+                served[each.variant],
+                generate,
+                similarity,
+                judged=judged if each.judge == "shadow" else None,
+            )
             for name, each in config.routing.shadows.items()
         }
         writers = [name for name, each in served.items() if each.kind == "decoder"]
@@ -52,7 +68,7 @@ class OnlineLab:
             served,
             generate,
             similarity,
-            prices=PriceBook.from_config(config.prices),
+            prices=prices,
         )
         golden, recording = config.routing.golden, config.recording
         hard_cases = None
@@ -60,18 +76,20 @@ class OnlineLab:
             redactor = Redactor.from_config(recording)
             hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=recording.unnamed)
             services.accounts.shared.listen(hard_cases.follow)
-        return cls(shadows, canaries, hard_cases)
+        return cls(shadows, canaries, hard_cases, drift)
 
     @property
     def observers(self) -> tuple[AnswerObserver, ...]:
         canaries = () if self.canaries is None else (self.canaries,)
         hard_cases = () if self.hard_cases is None else (self.hard_cases,)
-        return (*self.shadows.values(), *canaries, *hard_cases)
+        drift = () if self.drift is None else (self.drift,)
+        return (*self.shadows.values(), *canaries, *hard_cases, *drift)
 
     @property
     def loops(self) -> tuple[Loop, ...]:
         canaries = () if self.canaries is None else (self.canaries.run, self.canaries.copies.run)
-        return (*(shadow.copies.run for shadow in self.shadows.values()), *canaries)
+        drift = () if self.drift is None else (self.drift.run,)
+        return (*(shadow.copies.run for shadow in self.shadows.values()), *canaries, *drift)
 
     def route_quality(self) -> list[RouteQuality]:
         """Return the quality of each route that a double-check covers."""
@@ -81,3 +99,10 @@ class OnlineLab:
             if shadow.config.judge == "shadow"
             for (variant, route), summary in shadow.by_route.items()
         ]
+
+
+def _note_quality(
+    drift: DriftWatch, shadow: str, finished: FinishedAnswer, served: AnswerText, better: AnswerText, similarity: float
+) -> None:
+    del shadow, served, better
+    drift.note_quality(finished.exchange.served.name, similarity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from headrace.gateway.api_errors import ApiError
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
@@ -35,6 +35,18 @@ def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
         tables.query(call, {})
         return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
 
+    async def drift(call: ApiCall) -> dict[str, Any]:
+        days = tables.query(call, {"days": int}).get("days", 7)
+        if not 1 <= days <= 31:
+            raise invalid_request("Invalid 'days'. Expected 1 to 31.", "days")
+        if lab.drift is None:
+            raise ApiError(
+                "This server does not watch its traffic. Set drift.share to a number above 0.",
+                kind="not_found_error",
+                code="no_drift",
+            )
+        return lab.drift.as_json(days)
+
     async def hard_cases(call: ApiCall) -> None:
         tables.query(call, {})
         body = b"" if lab.hard_cases is None else lab.hard_cases.trace()
@@ -49,5 +61,6 @@ def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
         administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
+        route("GET", "/admin/v1/drift", drift, "Compare the traffic of the last days with the days before."),
         route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
     )
