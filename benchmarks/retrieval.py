@@ -48,7 +48,7 @@ def made_vectors(count: int, seed: int) -> Floats:
     random = np.random.default_rng(seed)
     basis = np.random.default_rng(1).normal(size=(48, WIDTH)).astype(np.float32)
     centres = np.random.default_rng(2).normal(size=(500, 48)).astype(np.float32)
-    rows = centres[random.integers(0, 500, count)] + 0.6 * random.normal(size=(count, 48)).astype(np.float32)
+    rows = centres[random.integers(0, 500, count)] + 1.5 * random.normal(size=(count, 48)).astype(np.float32)
     found = rows @ basis / 7 + 0.15 * random.normal(size=(count, WIDTH)).astype(np.float32)
     return (found / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
 

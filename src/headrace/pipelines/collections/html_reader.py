@@ -96,8 +96,9 @@ class _Reader(HTMLParser):
 
     def _end_block(self, *, in_row: bool = False) -> None:
         text = "".join(self._parts)
-        if in_row and text.strip() and not text.rstrip().endswith("|"):
-            self._parts.append(" | ")
+        if in_row and text.strip():
+            if not text.rstrip().endswith("|"):
+                self._parts.append(" | ")
             return
         self._parts.clear()
         kind, level, self._kind, self._level = self._kind, self._level, "text", 0

@@ -4,7 +4,6 @@ budgets are metered_evaluation's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,18 +13,9 @@ from headrace.gateway.flow.metered_evaluation import run_metered
 from headrace.gateway.flow.services import Services
 from headrace.gateway.serving.exchange import Caller
 from headrace.server.api.common_parameters import with_headers
-from headrace.server.api.vectors import (
-    EMBEDDINGS_PARAMETERS,
-    RERANK_PARAMETERS,
-    SCORE_PARAMETERS,
-    PreparedCall,
-    prepare_embeddings,
-    prepare_rerank,
-    prepare_score,
-)
+from headrace.server.api.vectors import METERED_CALLS, PreparedCall
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
-from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.route_table import Route
 
 
@@ -38,22 +28,17 @@ async def run_prepared(
 
 def routes(context: EndpointContext) -> tuple[Route, ...]:
     about = "Order documents by relevance to a query. The same at /rerank."
-    rerank = _route(context, "/v1/rerank", RERANK_PARAMETERS, prepare_rerank, about)
+    rerank = _route(context, "/v1/rerank", about)
     return (
-        _route(context, "/v1/embeddings", EMBEDDINGS_PARAMETERS, prepare_embeddings, "Turn texts into vectors."),
+        _route(context, "/v1/embeddings", "Turn texts into vectors."),
         rerank,
         replace(rerank, path="/rerank", listed=False),
-        _route(context, "/v1/score", SCORE_PARAMETERS, prepare_score, "Score how likely a text is after another."),
+        _route(context, "/v1/score", "Score how likely a text is after another."),
     )
 
 
-def _route(
-    context: EndpointContext,
-    path: str,
-    table: ParameterTable,
-    prepare: Callable[..., Coroutine[Any, Any, PreparedCall]],
-    about: str,
-) -> Route:
+def _route(context: EndpointContext, path: str, about: str) -> Route:
+    table, prepare = METERED_CALLS[path]
     limits = context.config.limits
 
     async def handler(call: ApiCall) -> None:

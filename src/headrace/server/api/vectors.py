@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -340,3 +340,18 @@ async def _score(work: TextEvaluation, *, tokens: bool) -> dict[str, Any]:
             item["token_logprobs"] = [{"token": token.token, "logprob": token.logprob} for token in found]
         data.append(item)
     return {"object": "list", "model": work.served.name, "data": data, "usage": _usage(work.usage)}
+
+
+class MeteredCall(NamedTuple):
+    """How the endpoint of such a call reads and prepares it."""
+
+    table: ParameterTable
+    prepare: Callable[[ServedVariant, Caller, Mapping[str, Any], RequestLimits], Coroutine[Any, Any, PreparedCall]]
+
+
+# By path; batches run these too.
+METERED_CALLS: Final[Mapping[str, MeteredCall]] = {
+    "/v1/embeddings": MeteredCall(EMBEDDINGS_PARAMETERS, prepare_embeddings),
+    "/v1/rerank": MeteredCall(RERANK_PARAMETERS, prepare_rerank),
+    "/v1/score": MeteredCall(SCORE_PARAMETERS, prepare_score),
+}

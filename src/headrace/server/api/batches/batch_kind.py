@@ -28,7 +28,14 @@ class BatchKind(msgspec.Struct, frozen=True):
 
 OPENAI_BATCH: Final = BatchKind(
     prefix="batch",
-    endpoints=("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
+    endpoints=(
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+    ),
     result_line=batch_lines.result_line,
     error_line=batch_lines.error_line,
     unrun_line=batch_lines.unrun_line,

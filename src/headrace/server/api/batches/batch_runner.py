@@ -15,7 +15,7 @@ from headrace.server.api.metered_endpoint import run_prepared
 from headrace.server.api.response_history import KeptAnswer, ResponseHistory
 from headrace.server.api.responses import read_response_request
 from headrace.server.api.text_endpoint import answer_in_full
-from headrace.server.api.vectors import EMBEDDINGS_PARAMETERS, prepare_embeddings
+from headrace.server.api.vectors import METERED_CALLS
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.body_parameters import parse_parameters
 
@@ -41,11 +41,12 @@ class BatchRunner:
         caller = services.accounts.directory.on_behalf(owner.tenant, key=owner.key or None, surface="batch")
         if body.get("stream"):
             raise invalid_request("A batch cannot stream. Set 'stream' to false or leave it out.", "stream")
-        if url == "/v1/embeddings":
-            given = parse_parameters(body, EMBEDDINGS_PARAMETERS, unknown)
+        if url in METERED_CALLS:
+            metered = METERED_CALLS[url]
+            given = parse_parameters(body, metered.table, unknown)
             model = given.get("model", "")
             served = find_model(caller, services.fleet, model)
-            prepared = await prepare_embeddings(served, caller, given, limits)
+            prepared = await metered.prepare(served, caller, given, limits)
             answer, _ = await run_prepared(services, caller, prepared, url, model=model)
             return 200, answer
         encoded = json.dumps(body).encode()
