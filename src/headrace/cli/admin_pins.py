@@ -1,4 +1,4 @@
-"""`headrace admin pins`, `create-pin` and `delete-pin`: prompts that the engines compute once and keep."""
+"""`headrace admin pins`, `create-pin`, `delete-pin` and `reload`: what the engines keep, and their replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.errors import RequestError
 
 
 def add_commands(admin: App) -> None:
-    for command in (pins, create_pin, delete_pin):
+    for command in (pins, create_pin, delete_pin, reload):
         admin.command(command)
 
 
@@ -84,3 +84,14 @@ def delete_pin(pin: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
         Id of the pin.
     """
     print_one(request_json(to.url, "DELETE", f"pins/{path_segment(pin)}"), as_json=to.json)
+
+
+def reload(model: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
+    """Replace a variant's engine by one that reads the model's files again. No request fails.
+
+    Parameters
+    ----------
+    model
+        Model or variant.
+    """
+    print_one(request_json(to.url, "POST", "reload", {"model": model}), as_json=to.json)

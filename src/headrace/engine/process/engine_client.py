@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 # workers that a request may lose without a new token; after that, the request itself is suspect
 MOST_ATTEMPTS: Final = 5
+_FINISH_S: Final = 0.05  # between looks at the streams of a client that is being replaced
 
 
 class OverloadedError(HeadraceError):
@@ -231,6 +232,17 @@ class EngineClient:
                     if replica.connection is not None:
                         replica.connection.send(self._pin_message(next(self._numbers), key, keep=False))
             raise
+
+    async def take_pins(self, other: EngineClient) -> None:
+        """Keep what another client keeps, before it is replaced by this one."""
+        for (salt, tokens), public in list(other._pins.items()):
+            await self.pin(tokens, salt, public=public)
+
+    async def finish(self, timeout: float) -> None:
+        """Return when every stream has ended, or after `timeout` seconds. Further streams may begin meanwhile."""
+        until = time.monotonic() + timeout
+        while self._streams and time.monotonic() < until:
+            await asyncio.sleep(_FINISH_S)
 
     async def _pin_connected(self, key: tuple[str, tuple[int, ...]], *, public: bool, keep: bool) -> None:
         def message(number: int) -> wire.Pin:

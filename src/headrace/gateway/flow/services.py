@@ -76,7 +76,7 @@ class Services(msgspec.Struct, kw_only=True):
             run(self.pins.prompts.run())
         if self.ladder.is_used:
             served = self.fleet.served.items()
-            run(poll_statistics(self.pressure, {name: each.engine for name, each in served if each.upstream is None}))
+            run(poll_statistics(self.pressure, {name: each for name, each in served if each.upstream is None}))
         run(self.capacity.run())
         if not self.dispatcher.router.idle:
             run(self.dispatcher.watch_health())

@@ -21,7 +21,7 @@ from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import EngineConnection, Fleet
+from headrace.gateway.serving.fleet import Fleet, ServedVariant
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.observe import metrics
 
@@ -85,8 +85,8 @@ class Dispatcher:
 
     async def watch_health(self) -> None:
         """Probe the engines until cancelled. Upstreams watch themselves."""
-        engines = {name: served.engine for name, served in self._fleet.served.items() if served.upstream is None}
-        await self.health.watch({name: partial(_probe, engine) for name, engine in engines.items()})
+        own = {name: served for name, served in self._fleet.served.items() if served.upstream is None}
+        await self.health.watch({name: partial(_probe, served) for name, served in own.items()})
 
     def _part(self, variant: str, exchange: Exchange, text_request: TextRequest, alone: bool) -> Answerer:
         return self._plain(derive_exchange(exchange, self._fleet.served[variant], text_request), alone=alone)
@@ -105,8 +105,8 @@ class Dispatcher:
         return self.health.why_not(variant)
 
 
-async def _probe(engine: EngineConnection) -> None:
-    await engine.stats()
+async def _probe(served: ServedVariant) -> None:
+    await served.stats()
 
 
 def _breaker_changed(variant: str, state: str) -> None:

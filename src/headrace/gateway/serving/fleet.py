@@ -5,6 +5,7 @@ Does not start or supervise processes (engine) or hold connections (upstreams).
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.supervisor import SupervisorTimeouts
+from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
 from headrace.gateway.output.tool_formats import ToolFormat, detect_tool_format, tool_format_by_name
@@ -139,6 +141,10 @@ class ServedVariant(msgspec.Struct, kw_only=True):
         """True if an engine process can take requests now. The breaker of an upstream judges upstreams, not this."""
         return self.upstream is not None or not isinstance(self.engine, _Responds) or self.engine.responsive
 
+    async def stats(self) -> list[dict[str, Any]]:
+        """Return the statistics of the engine that serves now; it may have been replaced since the start."""
+        return await self.engine.stats()
+
     def prompt_text(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Return a completion's prompt so that its control tokens are read as this variant allows."""
         return UserText(prompt) if isinstance(prompt, str) and not self.special_tokens else prompt
@@ -201,6 +207,10 @@ class Fleet:
         self.aliases = dict(aliases)
         self.default = default
         self._runs: dict[str, _Runs] = {}  # by the variant's name
+        self._makers: dict[str, Callable[[], tuple[ServedVariant, AsyncLLM]]] = {}  # of variants that can be reloaded
+        self._reloading = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()  # engines that were replaced and end their requests
+        self._drain_s = 30.0
 
     @classmethod
     def of(
@@ -242,6 +252,13 @@ class Fleet:
         default = config.default_model or next(iter(config.models))
         fleet = cls({full: made[full][0] for full in order}, aliases, default)
         fleet._runs = {full: made[full][1] for full in order}
+        fleet._drain_s = config.server.drain_s
+        if attach is None and config.server.processes == 1:
+            fleet._makers = {
+                full: partial(_remade, full, variant, model, config)
+                for name, model in config.models.items()
+                for full, variant in variants_of(name, model, config.surfaces).items()
+            }
         return fleet
 
     def workers(self) -> dict[str, list[str]]:
@@ -262,9 +279,47 @@ class Fleet:
         for each in self._runs.values():
             each.abandon()
 
+    async def reload(self, name: str) -> None:
+        """Replace a variant's engine by one that reads the model's files again, with no request failing.
+
+        The new engine starts beside the old one, and takes over its pins and all new requests when it is ready. The
+        old one ends the requests that it has. HeadraceError if the new one does not start; then nothing changes.
+        """
+        maker = self._makers.get(name)
+        if maker is None:
+            raise RequestError(f"'{name}' cannot be reloaded: no engine of this process serves it.", parameter="model")
+        async with self._reloading:
+            old = self._runs[name]
+            assert isinstance(old, AsyncLLM)
+            fresh, engine = maker()
+            try:
+                await engine.start()
+                await engine.client.take_pins(old.client)
+            except BaseException:
+                await engine.close()
+                raise
+            served = self.served[name]
+            for field in ServedVariant.__struct_fields__:
+                if field != "created":
+                    setattr(served, field, getattr(fresh, field))
+            self._runs[name] = engine
+            task = asyncio.create_task(self._retire(old))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, engine: AsyncLLM) -> None:
+        try:
+            await engine.client.finish(self._drain_s)
+        finally:
+            await engine.close()
+
     async def close(self) -> None:
         """Close all engines and upstreams, even if closing one fails."""
         async with AsyncExitStack() as ending:
+            for task in self._retiring:
+                task.cancel()
+            for task in list(self._retiring):
+                ending.push_async_callback(asyncio.gather, task, return_exceptions=True)
             for each in self._runs.values():
                 ending.push_async_callback(each.close)
 
@@ -328,6 +383,15 @@ def _engine(
         early=early,
         **options,
     )
+
+
+def _remade(name: str, variant: Variant, model: ModelConfig, config: Config) -> tuple[ServedVariant, AsyncLLM]:
+    engine = _engine(variant, model, config.server, None, early=False)
+    try:
+        return _served(name, model, engine, config), engine
+    except BaseException:
+        engine.abandon()
+        raise
 
 
 def _ping_s(server: ServerConfig) -> float:

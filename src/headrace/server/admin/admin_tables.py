@@ -100,6 +100,9 @@ INVALIDATE: Final[ParameterTable] = {
     "tenant": Parameter("Only entries of this tenant.", Line),
     "all": Parameter("Invalidate every entry; needed without tags and events.", bool),
 }
+RELOAD: Final[ParameterTable] = {
+    "model": Parameter("Model or variant whose engine is replaced.", Line, required=True),
+}
 PIN: Final[ParameterTable] = {
     "name": Parameter("Name, shown in lists and logs.", Line, required=True),
     "model": Parameter("Model, which includes its variants, or one variant.", Line, required=True),

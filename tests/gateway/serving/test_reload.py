@@ -1,0 +1,96 @@
+"""A variant's engine is replaced under traffic: no request fails, and the new weights answer."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config, ModelConfig, PinConfig, ServerConfig, StorageConfig
+from headrace.engine.process.supervisor import StartError
+from headrace.errors import RequestError
+from headrace.llm import AsyncLLM
+from headrace.models.model_folder import BUNDLED
+from headrace.server.server import Server
+from tests.support.accounts import bearer
+from tests.support.admin_server import ADMIN, CALLER, ROOT
+from tests.support.running_server import CHAT, FakeEngine, Running, asynchronous, living, until
+
+SYSTEM = "You answer questions about rivers, lakes and the sea. Say only what you know, in one short sentence. " * 2
+
+
+@asynchronous
+async def test_no_request_fails_while_the_weights_are_swapped(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED / "mini", folder)
+    options: dict[str, Any] = {"weights": "int8", "context": 512, "kv_tokens": 4096}
+    pin = PinConfig(name="rivers", system=SYSTEM, tenant="red")
+    config = Config(
+        server=ServerConfig(port=0, drain_s=20.0),
+        storage=StorageConfig(folder=str(tmp_path / "state")),
+        keys=(ADMIN, CALLER),
+        models={"mini": ModelConfig(path=str(folder), options=options, pins=(pin,))},
+    )
+    server = Server(config)
+    async with living(server, lambda task: Running(server, FakeEngine(), server.fleet, task)) as running:
+        old = server.fleet._runs["mini"]
+        assert isinstance(old, AsyncLLM)
+
+        async def chat(**changes: Any) -> Any:
+            answer = await running.ask("POST", "/v1/chat/completions", CHAT | changes, **bearer("caller-secret"))
+            assert answer.status == 200, answer.body
+            return answer.json
+
+        async def reload(model: str = "mini") -> Any:
+            return await running.ask("POST", "/admin/v1/reload", {"model": model}, **bearer(ROOT))
+
+        long = asyncio.create_task(chat(max_tokens=400, ignore_eos=True))
+        await until(lambda: bool(old.client._streams))
+        traffic = [asyncio.create_task(chat(max_tokens=2)) for _ in range(4)]
+        done = await reload()
+        assert (done.status, done.json["model"], done.json["changed"]) == (200, "mini", False)
+        new = server.fleet._runs["mini"]
+        assert isinstance(new, AsyncLLM)
+        assert new is not old
+        assert (await chat(max_tokens=2))["usage"]["completion_tokens"] == 2
+        assert (await long)["usage"]["completion_tokens"] == 400  # on the engine on which it began
+        await asyncio.gather(*traffic)
+        await until(lambda: not server.fleet._retiring)
+        assert old.supervisor.pids[0] is None or old.supervisor._stopping
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where?"}]
+        usage = (await chat(messages=messages, max_tokens=2))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 32  # the new engine has the pins
+
+        # a folder that cannot be loaded changes nothing
+        serving = server.fleet._runs["mini"]
+        (folder / "config.json").write_text("{}")
+        refused = await reload()
+        assert refused.status >= 400
+        assert server.fleet._runs["mini"] is serving
+        assert (await chat(max_tokens=2))["usage"]["completion_tokens"] == 2
+        unknown = await reload("nothing")
+        assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+
+
+@asynchronous
+async def test_an_engine_that_does_not_start_leaves_the_old_one_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.gateway.serving.fleet import Fleet
+
+    fleet = Fleet.of(Config(models={"mini": ModelConfig(options={"weights": "int8"})}))
+    old = fleet._runs["mini"]
+
+    async def fails(self: AsyncLLM) -> None:
+        raise StartError("no memory")
+
+    monkeypatch.setattr(AsyncLLM, "start", fails)
+    with pytest.raises(StartError):
+        await fleet.reload("mini")
+    assert fleet._runs["mini"] is old
+    with pytest.raises(RequestError, match="cannot be reloaded"):
+        await fleet.reload("other")
+    fleet.abandon()
