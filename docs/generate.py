@@ -24,6 +24,7 @@ from headrace.cli.drill import DRILLS, FAULTS
 from headrace.config import Config
 from headrace.config.loader import OPTIONS
 from headrace.config.toml_text import toml_value
+from headrace.lab.techniques import TECHNIQUES
 from headrace.observe import computed_metrics, metrics
 from headrace.variant import Variant
 
@@ -251,6 +252,14 @@ def header_names() -> set[str]:
     return {text for text in texts if header.fullmatch(text) and not text.endswith("-")}
 
 
+def techniques_table() -> str:
+    rows = (
+        [each.name, each.area, "same" if each.lossless else "may change", each.about, f"`{each.switch}`"]
+        for each in TECHNIQUES
+    )
+    return table(("technique", "area", "answers", "what it does", "switch"), rows)
+
+
 def described(title: str, names: Iterable[str], region: str) -> str:
     before = existing_rows(region)
     return table((title, "meaning"), ([f"`{name}`", before.get(name, [name, TODO])[1]] for name in sorted(names)))
@@ -261,6 +270,7 @@ KINDS: dict[str, Callable[[str, str], str]] = {
     "command": command_text,
     "drills": lambda _name, _region: table(("name", "the fault"), ([f"`{name}`", FAULTS[name]] for name in DRILLS)),
     "metrics": metrics_table,
+    "techniques": lambda _name, _region: techniques_table(),
     "headers": lambda _, region: described("header", header_names(), region),
     "codes": lambda _, region: described("code", error_codes(), region),
 }

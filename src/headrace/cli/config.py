@@ -14,7 +14,8 @@ from cyclopts import App
 from headrace.config import ConfigError, ConfigProblem
 from headrace.config.loader import CONFIG_FILE, find_config_file
 from headrace.config.toml_text import config_toml
-from headrace.server.config_checks import load_config
+from headrace.lab.techniques import explain, turned_off
+from headrace.server.config_checks import load_config, read_declared
 
 TEMPLATE: Final = Path(__file__).with_name("config_template.toml")
 
@@ -44,11 +45,13 @@ def check(file: Path | None = None, /, *, file_only: bool = False) -> None:
     from headrace.server.deployment_checks import check_deployment
 
     try:
-        load_config(file, environ=os.environ, check=None if file_only else check_deployment)
+        declared = read_declared(file, environ=os.environ, check=None if file_only else check_deployment)
     except ConfigError as error:
         print(*error.mistakes, sep="\n")
         count = "1 mistake" if len(error.mistakes) == 1 else f"{len(error.mistakes)} mistakes"
         raise ConfigError(ConfigProblem(str(found or "the configuration"), "", count), path=found) from None
+    if declared.safety.lossless_only:
+        print(*explain(declared), sep="\n", end="\n" if turned_off(declared) else "")
     print("The configuration is valid (no file, defaults only)" if found is None else f"{found} is valid")
 
 

@@ -26,6 +26,7 @@ from headrace.config.pin_section import PinConfig
 from headrace.config.pipeline_section import PipelineConfig
 from headrace.config.recording_section import RecordingConfig
 from headrace.config.routing_section import RoutingConfig
+from headrace.config.safety_section import SafetyConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
 from headrace.config.slo_section import SloConfig
 from headrace.config.tenant_section import AdminConfig, BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
@@ -84,6 +85,7 @@ __all__ = [
     "RequestLimits",
     "ResultsConfig",
     "RoutingConfig",
+    "SafetyConfig",
     "Seconds",
     "Secret",
     "Section",
@@ -239,6 +241,7 @@ class Config(Section, frozen=True):
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
     recording: RecordingConfig = RecordingConfig()
+    safety: SafetyConfig = SafetyConfig()
     collections: CollectionsConfig = CollectionsConfig()
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -254,6 +257,7 @@ PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
     "limiting": LimitingConfig,
     "ledger": LedgerConfig,
     "storage": StorageConfig,
+    "safety": SafetyConfig,
     "log": LogConfig,
 }
 

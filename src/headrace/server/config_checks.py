@@ -36,6 +36,7 @@ from headrace.gateway.degradation.ladder import ladder_config as ladders
 from headrace.gateway.ledger.prices import PriceError, make_price
 from headrace.gateway.routing import routing_checks as routing
 from headrace.lab.recording import recording_rules as recordings
+from headrace.lab.techniques import without_lossy
 from headrace.pipelines import pipeline_rules
 from headrace.server.http.allowed_hosts import is_loopback
 from headrace.surfaces import SURFACES
@@ -55,8 +56,20 @@ def load_config(
     flags: Mapping[str, Any] | None = None,
     check: ConfigCheck | None = None,
 ) -> Config:
-    """Read and check the configuration; raise ConfigError with every mistake. `check` replaces `check_config`. See
-    config.loader.read_config."""
+    """Read and check the configuration, and turn lossy techniques off if it says so; raise ConfigError with every
+    mistake. `check` replaces `check_config`. See config.loader.read_config."""
+    config = read_declared(path, environ=environ, flags=flags, check=check)
+    return without_lossy(config) if config.safety.lossless_only else config
+
+
+def read_declared(
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any] | None = None,
+    check: ConfigCheck | None = None,
+) -> Config:
+    """Return the configuration as it is written, with what `safety.lossless_only` turns off."""
     return read_config(path, environ=environ, flags=flags, check=check or check_config)
 
 
