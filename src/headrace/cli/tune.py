@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -18,13 +18,14 @@ from rich.table import Table
 from headrace.bench.objectives import parse_objectives
 from headrace.bench.results.formatting import milliseconds, number, share
 from headrace.bench.tuning.bottleneck import Bottleneck
-from headrace.bench.tuning.quality_gate import GateRules
+from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
 from headrace.bench.tuning.search import LevelResult
 from headrace.bench.tuning.tune_report import TuneReport, interval_text, tune_html, tuned_toml
 from headrace.bench.tuning.tuning import Origin, TuneOptions
 from headrace.bench.tuning.tuning import tune as run_tuning
 from headrace.cli.tune_cascade import cascade
 from headrace.errors import RequestError
+from headrace.lab.tuning.answers_gate import answers_gate
 from headrace.models.formats.atomic_file import new_file
 from headrace.variant import DEFAULT_MODEL
 
@@ -56,6 +57,8 @@ def tune_model(
     min_agreement: float = 0.95,
     max_perplexity: float = 0.02,
     gate_tokens: int = 2000,
+    gate: Literal["likelihood", "answers"] = "likelihood",
+    thresholds: Path | None = None,
     origin: Annotated[Origin, Parameter(name="--from")] = "defaults",
     draft: str | None = None,
     smaller: str | None = None,
@@ -105,6 +108,10 @@ def tune_model(
         The gate: relative rise of the perplexity, at most.
     gate_tokens
         Tokens that the gate scores.
+    gate
+        likelihood: compare predictions. answers: also pass `headrace gate`, which compares the answers themselves.
+    thresholds
+        TOML file with limits for --gate answers. Default: those of headrace gate --print-thresholds.
     origin
         Where to start: defaults (those of headrace serve) or naive (one thread, one request at a time, 32 bits).
     draft
@@ -169,7 +176,12 @@ def tune_model(
         cache=cache,
         seed=seed,
     )
-    report = run_tuning(model, options, report_progress=_progress, on_result=_say)
+    judge: AnswersGate | None = None
+    if gate == "answers":
+        if prompts is None or prompts.suffix != ".jsonl":
+            raise RequestError("--gate answers needs --prompts with a JSONL file.", parameter="gate")
+        judge = answers_gate(prompts, thresholds)
+    report = run_tuning(model, options, answers_gate=judge, report_progress=_progress, on_result=_say)
     _progress("")
     if config is not None:
         _write(config, tuned_toml(report, model))

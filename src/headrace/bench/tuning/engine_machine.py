@@ -16,7 +16,7 @@ from headrace.bench.evaluation.documents import Document
 from headrace.bench.machine import Machine, bandwidth, cpu_name, probe_machine
 from headrace.bench.objectives import Objectives
 from headrace.bench.roofline import active_parameters, best_peak, decode_bytes, kv_bytes_per_token
-from headrace.bench.tuning.quality_gate import GateRules, pass_gate
+from headrace.bench.tuning.quality_gate import AnswersGate, GateRules, pass_gate
 from headrace.bench.tuning.search import Gate, Sample, Setting
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, make_jobs
 from headrace.engine.executors.cpu_executor import memory_of, usable_cores
@@ -47,6 +47,7 @@ class EngineMachine:
         job_prompts: Sequence[Document] = (),
         prompts_name: str = "",
         rules: GateRules | None = None,
+        answers_gate: AnswersGate | None = None,
         cache: bool = True,
         price: float = 0.0,
         seed: int = 0,
@@ -60,6 +61,7 @@ class EngineMachine:
         self._prompts, self._prompts_name = prompts, prompts_name
         self._job_prompts = job_prompts  # that requests send, in place of words
         self._rules = rules or GateRules()
+        self._answers_gate = answers_gate
         self._cache = cache
         self._price = price
         self._seed = seed
@@ -155,9 +157,13 @@ class EngineMachine:
                     self.variant(one), speculation="none", draft_model=None, context=None, kv_tokens=None
                 )
 
-            self._gates[key] = pass_gate(
-                plain(setting), plain(self._reference), self._prompts, self._rules, source=self._prompts_name
-            )
+            candidate, reference = plain(setting), plain(self._reference)
+            found = pass_gate(candidate, reference, self._prompts, self._rules, source=self._prompts_name)
+            if found.passed and self._answers_gate is not None:
+                judged = self._answers_gate(candidate, reference)
+                reason = f"{found.reason}; {judged.reason}" if judged.passed else judged.reason
+                found = Gate(passed=judged.passed, reason=reason, figures={**found.figures, **judged.figures})
+            self._gates[key] = found
         return self._gates[key]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -11,6 +11,9 @@ from headrace.bench.evaluation.evaluation import EvaluationOptions, evaluate_var
 from headrace.bench.tuning.search import Gate
 from headrace.errors import RequestError
 from headrace.variant import Variant
+
+# A further gate of the answers themselves: the candidate, and the reference. headrace.lab has one.
+AnswersGate = Callable[[Variant, Variant], Gate]
 
 
 class GateRules(msgspec.Struct, frozen=True, kw_only=True):

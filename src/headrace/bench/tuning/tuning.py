@@ -17,7 +17,7 @@ from headrace.bench.roofline import decode_bytes
 from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
 from headrace.bench.tuning.engine_machine import EngineMachine
 from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_setting, tuning_levels
-from headrace.bench.tuning.quality_gate import GateRules
+from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
 from headrace.bench.tuning.search import (
     Comparison,
     Level,
@@ -67,6 +67,7 @@ def tune(
     model: str,
     options: TuneOptions,
     *,
+    answers_gate: AnswersGate | None = None,
     report_progress: Callable[[str], None] = lambda _text: None,
     on_result: Callable[[LevelResult], None] = lambda _result: None,
     clock: Callable[[], float] = time.monotonic,
@@ -110,6 +111,7 @@ def tune(
         job_prompts=chats,
         prompts_name="" if options.prompts is None else options.prompts.name,
         rules=options.gate,
+        answers_gate=answers_gate,
         cache=options.cache,
         price=options.price,
         seed=options.seed,
@@ -125,6 +127,7 @@ def tune(
         start=start,
         levels=msgspec.to_builtins(levels),
         gate=msgspec.to_builtins(options.gate),
+        answers=answers_gate is not None,
         seed=options.seed,
     )
     done = read_state(options.state, digest)
