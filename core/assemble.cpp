@@ -126,6 +126,9 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     return layer;
   }
   layer.router = parts.product(feed + ".router");
+  layer.router_bias = parts.list(feed + ".router_bias");
+  if (parts.has(feed + ".shared.down")) layer.shared = parts.mlp(feed + ".shared", w.gated);
+  if (parts.has(feed + ".shared_gate")) layer.shared_gate = parts.product(feed + ".shared_gate");
   for (int64_t e = 0; e < experts; ++e)
     layer.experts.push_back(parts.mlp(feed + ".experts." + std::to_string(e), w.gated));
   return layer;
@@ -147,6 +150,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.hidden = parts.value<int64_t>("hidden");
   w.inner = parts.value<int64_t>("inner");
   w.expert_inner = parts.value<int64_t>("expert_inner");
+  w.shared_inner = parts.value<int64_t>("shared_inner");
   w.heads = parts.value<int64_t>("heads");
   w.kv_heads = parts.value<int64_t>("kv_heads");
   w.head_size = parts.value<int64_t>("head_size");
@@ -163,6 +167,9 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.embedding_scale = parts.value<float>("embedding_scale");
   w.top_k = parts.value<int64_t>("top_k");
   w.normalise_experts = parts.value<bool>("normalise_experts");
+  w.sigmoid_experts = parts.value<bool>("sigmoid_experts");
+  w.expert_scale = parts.value<float>("expert_scale");
+  w.parallel = parts.value<bool>("parallel");
   for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size}) {
     if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -52,7 +53,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   hidden_pad_ = pad_row(w_.hidden);
   q_pad_ = pad_row(w_.heads * w_.head_size);
   qkv_pad_ = pad_row((w_.heads + 2 * w_.kv_heads) * w_.head_size);
-  inner_pad_ = pad_row(std::max(w_.inner, w_.expert_inner));
+  inner_pad_ = pad_row(std::max({w_.inner, w_.expert_inner, w_.shared_inner}));
   tile_rows_ = std::max(kernels.attention_rows, heads_per_kv);
 
   bool experts = false;
@@ -78,6 +79,11 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
       measure(expert.down);
     }
     if (layer.router.present()) measure(layer.router);
+    if (layer.shared.up.present()) {
+      measure(layer.shared.up);
+      measure(layer.shared.down);
+    }
+    if (layer.shared_gate.present()) measure(layer.shared_gate);
   }
   if (w_.head.present()) measure(w_.head);
 
@@ -86,6 +92,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   residual_ = Buffer<float>(max_rows * hidden_pad_);
   normed_ = Buffer<float>(max_rows * hidden_pad_);
   joined_ = Buffer<float>(max_rows * hidden_pad_);
+  if (w_.parallel) attention_out_ = Buffer<float>(max_rows * hidden_pad_);
   qkv_ = Buffer<float>(max_rows * qkv_pad_);
   attended_ = Buffer<float>(max_rows * q_pad_);
   expert_rows_ = experts ? max_rows * w_.top_k : 0;
@@ -100,6 +107,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     expert_order_.resize(slots);
     expert_slot_.resize(slots);
     expert_begin_.resize(static_cast<size_t>(most) + 1);
+    expert_rank_.resize(static_cast<size_t>(most));
     router_ = Buffer<float>(max_rows * pad_row(most));
     expert_weight_ = Buffer<float>(expert_rows_);
     expert_in_ = Buffer<float>(expert_rows_ * hidden_pad_);
@@ -138,8 +146,8 @@ int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
   for (const Buffer<float>* buffer :
-       {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &router_, &expert_weight_, &expert_out_,
-        &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
+       {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &attention_out_, &router_, &expert_weight_,
+        &expert_out_, &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
     total += buffer->bytes();
   }
   return total;
@@ -447,28 +455,78 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
   times_.end(Stage::kDown);
 }
 
-// Each row goes to its top_k experts; rows are brought together by expert, and joined again in the row's own order.
-void Model::mix_experts(const Layer& layer, int64_t rows) {
+// Chooses the top_k experts of each row and their weights.
+void Model::weigh_experts(const Layer& layer, int64_t rows) {
   const int64_t count = static_cast<int64_t>(layer.experts.size());
   const int64_t router_stride = pad_row(count);
-  const int64_t slots = rows * w_.top_k;
   multiply(layer.router, normed_.data(), hidden_pad_, rows, router_.data(), router_stride);
+  float* rank = expert_rank_.data();
   for (int64_t r = 0; r < rows; ++r) {
     float* weights = router_.data() + r * router_stride;
-    kernels_.softmax(weights, count);
+    if (w_.sigmoid_experts) {
+      sigmoid(weights, count);
+    } else {
+      kernels_.softmax(weights, count);
+    }
+    std::copy(weights, weights + count, rank);
+    if (!layer.router_bias.empty()) {
+      for (int64_t e = 0; e < count; ++e) rank[e] += layer.router_bias[static_cast<size_t>(e)];
+    }
     float total = 0.0f;
     for (int64_t j = 0; j < w_.top_k; ++j) {
       int64_t best = 0;
-      for (int64_t e = 1; e < count; ++e) best = weights[e] > weights[best] ? e : best;
+      for (int64_t e = 1; e < count; ++e) best = rank[e] > rank[best] ? e : best;
       expert_of_[static_cast<size_t>(r * w_.top_k + j)] = static_cast<int32_t>(best);
       expert_weight_.data()[r * w_.top_k + j] = weights[best];
       total += weights[best];
-      weights[best] = -1.0f;  // below every weight that is left
+      rank[best] = -std::numeric_limits<float>::infinity();
     }
-    if (w_.normalise_experts) {
-      for (int64_t j = 0; j < w_.top_k; ++j) expert_weight_.data()[r * w_.top_k + j] /= total;
+    for (int64_t j = 0; j < w_.top_k; ++j) {
+      float& weight = expert_weight_.data()[r * w_.top_k + j];
+      if (w_.normalise_experts) weight /= total;
+      if (w_.expert_scale != 1.0f) weight *= w_.expert_scale;
     }
   }
+}
+
+// 1 / (1 + exp(-x)), from the kernels' tanh, so that it has the same bits in every instruction set.
+void Model::sigmoid(float* values, int64_t count) const {
+  kernels_.softcap(values, count, 2.0f);
+  for (int64_t i = 0; i < count; ++i) values[i] = 0.5f + 0.25f * values[i];
+}
+
+// Adds the output of the expert that every row goes to.
+void Model::add_shared(const Layer& layer, int64_t rows) {
+  const int64_t gate_stride = pad_row(static_cast<int64_t>(layer.experts.size()));
+  if (layer.shared_gate.present()) {
+    multiply(layer.shared_gate, normed_.data(), hidden_pad_, rows, router_.data(), gate_stride);
+  }
+  fit_rows(rows, normed_.data(), hidden_pad_, w_.hidden, layer.shared.up);
+  const Opening opening{w_.activation, w_.gated, w_.shared_inner};
+  multiply(layer.shared.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
+  times_.end(Stage::kUp);
+  fit_rows(rows, inner_.data(), inner_pad_, w_.shared_inner, layer.shared.down);
+  multiply(layer.shared.down, inner_.data(), inner_pad_, rows, expert_out_.data(), hidden_pad_);
+  times_.end(Stage::kDown);
+  pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float weight = 1.0f;
+      if (layer.shared_gate.present()) {
+        weight = router_.data()[r * gate_stride];
+        sigmoid(&weight, 1);
+      }
+      float* out = joined_.data() + r * hidden_pad_;
+      const float* in = expert_out_.data() + r * hidden_pad_;
+      for (int64_t i = 0; i < w_.hidden; ++i) out[i] += weight * in[i];
+    }
+  });
+}
+
+// Each row goes to its top_k experts; rows are brought together by expert, and joined again in the row's own order.
+void Model::mix_experts(const Layer& layer, int64_t rows) {
+  const int64_t count = static_cast<int64_t>(layer.experts.size());
+  const int64_t slots = rows * w_.top_k;
+  weigh_experts(layer, rows);
   std::fill(expert_begin_.begin(), expert_begin_.begin() + count + 1, 0);
   for (int64_t i = 0; i < slots; ++i) ++expert_begin_[static_cast<size_t>(expert_of_[static_cast<size_t>(i)]) + 1];
   for (int64_t e = 0; e < count; ++e)
@@ -552,6 +610,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       }
     }
   });
+  if (layer.shared.up.present()) add_shared(layer, rows);
 }
 
 // residual += [out_norm] joined, then [residual_norm].
@@ -629,16 +688,26 @@ void Model::step(const StepArgs& args) {
       if (rows == 0) return;
     }
     attention(args, layer, index, rows);
-    join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+    if (w_.parallel) {
+      std::swap(joined_, attention_out_);
+    } else {
+      join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+    }
     times_.end(Stage::kJoin);
+    const NormWeights& mlp_norm = layer.mlp_norm.present() || !w_.parallel ? layer.mlp_norm : layer.attn_norm;
     if (layer.experts.empty()) {
-      prepare(rows, layer.mlp_norm, layer.mlp.up);
+      prepare(rows, mlp_norm, layer.mlp.up);
       times_.end(Stage::kPrepare);
       feed_forward(layer, rows);
     } else {
-      prepare(rows, layer.mlp_norm, layer.router);
+      prepare(rows, mlp_norm, layer.router);
       times_.end(Stage::kPrepare);
       mix_experts(layer, rows);
+    }
+    if (w_.parallel) {
+      std::swap(joined_, attention_out_);
+      join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+      std::swap(joined_, attention_out_);
     }
     join(rows, layer.mlp_out_norm, layer.mlp_residual_norm);
     times_.end(Stage::kJoin);

@@ -69,7 +69,10 @@ struct Layer {
   Product qkv, o;
   Mlp mlp;
   Product router;
+  std::vector<float> router_bias;  // added to the experts' weights when they are chosen, or empty
   std::vector<Mlp> experts;
+  Mlp shared;           // an expert that every row goes to, or none
+  Product shared_gate;  // its weight is the sigmoid of this product's one output; none: 1
 };
 
 struct Rope {
@@ -82,6 +85,7 @@ struct ModelWeights {
   int64_t hidden = 0;
   int64_t inner = 0;         // of the dense MLP
   int64_t expert_inner = 0;  // of an expert
+  int64_t shared_inner = 0;  // of the expert that every row goes to
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_size = 0;
@@ -97,6 +101,9 @@ struct ModelWeights {
   float embedding_scale = 1.0f;
   int64_t top_k = 0;
   bool normalise_experts = false;
+  bool sigmoid_experts = false;  // an expert's weight is the sigmoid of its score, not its softmax
+  float expert_scale = 1.0f;     // multiplies the weights of the chosen experts
+  bool parallel = false;         // attention and MLP read the same rows and are added together
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -181,7 +188,10 @@ class Model {
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);
+  void weigh_experts(const Layer& layer, int64_t rows);
   void mix_experts(const Layer& layer, int64_t rows);
+  void sigmoid(float* values, int64_t count) const;
+  void add_shared(const Layer& layer, int64_t rows);
   void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm);
   void keep_wanted(const StepArgs& args);
   void results(const StepArgs& args);
@@ -206,7 +216,8 @@ class Model {
   std::vector<AttentionRow> asking_;                             // rows whose attention is computed
   std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
   std::vector<int64_t> expert_begin_;
-  Buffer<float> residual_, normed_, qkv_, attended_, inner_, joined_;
+  std::vector<float> expert_rank_;  // [experts] of one row, by which they are chosen
+  Buffer<float> residual_, normed_, qkv_, attended_, inner_, joined_, attention_out_;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> bias_;             // [heads][bias_stride_], as attend() takes it

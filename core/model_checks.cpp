@@ -74,6 +74,11 @@ void Model::check_weights() const {
     if (w_.top_k < 1 || w_.top_k > count) refuse(name + " chooses more experts than it has");
     shaped(layer.router, count, w_.hidden, name + ".mlp.router");
     for (const Mlp& expert : layer.experts) mlp_shaped(expert, w_.expert_inner, name + ".mlp.experts");
+    if (!layer.router_bias.empty() && static_cast<int64_t>(layer.router_bias.size()) != count) {
+      refuse(name + ".mlp.router_bias has the wrong size");
+    }
+    if (layer.shared.up.present()) mlp_shaped(layer.shared, w_.shared_inner, name + ".mlp.shared");
+    if (layer.shared_gate.present()) shaped(layer.shared_gate, 1, w_.hidden, name + ".mlp.shared_gate");
   }
 }
 

@@ -27,7 +27,7 @@ from headrace.models.model_folder import ModelFolder, open_model
 from headrace.models.synthetic.public_shapes import find_shape
 from headrace.models.synthetic.random_model import write_shape
 from headrace.models.weight_choice import choose_plan
-from tests.models.tiny_models import DECODERS, Reference, prompt
+from tests.models.tiny_models import COMPRESSIBLE, Reference, prompt
 
 Tiny = Callable[[str], Reference]
 PROMPTS = [prompt(60, seed=each) for each in range(4)]
@@ -51,7 +51,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", COMPRESSIBLE)
 def test_moving_factors_changes_no_output(name: str, method: str, tiny: Tiny) -> None:
     folder = open_model(tiny(name).folder)
     tokens = Tokens.join(PROMPTS)
@@ -70,7 +70,7 @@ def test_moving_factors_changes_no_output(name: str, method: str, tiny: Tiny) ->
 
 
 @pytest.mark.parametrize("method", ["awq+gptq", "smoothquant"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", COMPRESSIBLE)
 def test_every_family_stays_the_same_model(name: str, method: str, tiny: Tiny, tmp_path: Path) -> None:
     folder = open_model(tiny(name).folder)
     recipe = recipe_for(folder, method, 8, symmetric=True)
@@ -199,6 +199,12 @@ def test_what_cannot_be_compressed_is_refused_by_name(tiny: Tiny) -> None:
     file: Any = SimpleNamespace(spec=open_model(tiny("llama").folder).spec, path=Path("small.gguf"))
     with pytest.raises(RequestError, match=r"small.gguf is a GGUF file. Pass the folder"):
         check_model(file, Recipe())
+    for name, reason in (
+        ("cohere", "the layers of CohereForCausalLM"),
+        ("glm", "GlmForCausalLM keeps the rows .* in pairs"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            check_model(open_model(tiny(name).folder), Recipe())
     folder = open_model(tiny("llama").folder)
     with pytest.raises(RequestError, match=r"has 96 inputs, which is no multiple of the group 64"):
         check_model(folder, recipe_for(folder, "rtn", 4, group=64))

@@ -11,12 +11,12 @@ from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, h
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.models.model_folder import open_model
-from tests.models.tiny_models import CONTEXT, DECODERS, Reference, prompt
+from tests.models.tiny_models import COMPRESSIBLE, CONTEXT, Reference, prompt
 
 LENGTHS = (300, 17, 1)  # past every window and trained context, a few tokens, and one
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", COMPRESSIBLE)
 def test_logits_are_those_of_the_core(name: str, tiny: Callable[[str], Reference]) -> None:
     folder = open_model(tiny(name).folder)
     prompts = [prompt(length, seed=5) for length in LENGTHS]

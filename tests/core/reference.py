@@ -91,6 +91,10 @@ def rounded_weights(scores: Doubles, scale: Doubles) -> Doubles:
     return np.where(np.isneginf(scores), 0.0, rounded) / np.exp2(scores - last).sum(axis=2, keepdims=True)
 
 
+def sigmoid(values: Doubles) -> Doubles:
+    return 1 / (1 + np.exp(-values))
+
+
 def forward(
     spec: ModelSpec,
     tensors: Tensors,
@@ -127,19 +131,30 @@ def forward(
         return product(f"{name}.down", opened)
 
     def mixture(name: str, x: Doubles) -> Doubles:
-        assert spec.experts is not None
-        chances = softmax(x @ weight(f"{name}.router").T)
+        experts = spec.experts
+        assert experts is not None
+        scores = x @ weight(f"{name}.router").T
+        chances = sigmoid(scores) if experts.scoring == "sigmoid" else softmax(scores)
         y = np.zeros_like(x)
         for row, chance in enumerate(chances):
-            best = np.argsort(-chance)[: spec.experts.top_k]
-            share = chance[best] / (chance[best].sum() if spec.experts.normalise else 1.0)
+            rank = chance + weight(f"{name}.router_bias") if experts.correction else chance
+            best = np.argsort(-rank)[: experts.top_k]
+            share = experts.scale * chance[best] / (chance[best].sum() if experts.normalise else 1.0)
             for expert, part in zip(best, share, strict=True):
-                one = mlp(f"{name}.experts.{expert}", x[row : row + 1], spec.experts.intermediate_size)
+                one = mlp(f"{name}.experts.{expert}", x[row : row + 1], experts.intermediate_size)
                 y[row] += part * one[0]
+        if experts.shared_size:
+            part = sigmoid(x @ weight(f"{name}.shared_gate").T) if experts.shared_gate else np.float64(1)
+            y = y + part * mlp(f"{name}.shared", x, experts.shared_size)
         return y
 
-    def around(name: str, x: Doubles, sublayer: Callable[[Doubles], Doubles]) -> Doubles:
-        y = sublayer(norm(f"{name}.norm", x) if f"{name}.norm" in tensors else x)
+    def around(
+        name: str, x: Doubles, sublayer: Callable[[Doubles], Doubles], read: Doubles | None = None, pre: str = ""
+    ) -> Doubles:
+        """Add a sublayer to x. `read`: what it reads, x itself by default; `pre`: whose norm it reads that through."""
+        before = f"{pre or name}.norm"
+        read = x if read is None else read
+        y = sublayer(norm(before, read) if before in tensors else read)
         x = x + (norm(f"{name}.out_norm", y) if spec.out_norm else y)
         return norm(f"{name}.residual_norm", x) if spec.residual_norm else x
 
@@ -185,11 +200,13 @@ def forward(
         x = norm("embed_norm", x)
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
+        before = x if spec.parallel else None
+        pre = attn if spec.shared_norm else ""
         x = around(attn, x, lambda h, attn=attn, index=index: attention(attn, index, h))
         if layer.experts:
-            x = around(feed, x, lambda h, feed=feed: mixture(feed, h))
+            x = around(feed, x, lambda h, feed=feed: mixture(feed, h), before, pre)
         else:
-            x = around(feed, x, lambda h, feed=feed: mlp(feed, h, spec.intermediate_size))
+            x = around(feed, x, lambda h, feed=feed: mlp(feed, h, spec.intermediate_size), before, pre)
     if spec.final_norm:
         x = norm("norm", x)
     if hidden:

@@ -102,6 +102,25 @@ SPECS: dict[str, ModelSpec] = {
         activation="gelu",
         intermediate_size=90,
     ),
+    "shared_expert": spec(
+        layers=(LayerSpec(), LayerSpec(experts=True)),
+        experts=ExpertSpec(count=4, top_k=2, intermediate_size=42, normalise=False, shared_size=50, shared_gate=True),
+    ),
+    "corrected_experts": spec(
+        layers=(LayerSpec(experts=True), LayerSpec(experts=True)),
+        experts=ExpertSpec(
+            count=5,
+            top_k=2,
+            intermediate_size=42,
+            normalise=True,
+            scoring="sigmoid",
+            correction=True,
+            scale=1.5,
+            shared_size=34,
+        ),
+    ),
+    "parallel": spec(parallel=True, shared_norm=True, norm="layer", norm_bias=False, out_norm=True),
+    "parallel_norms": spec(parallel=True, norm="layer", gated=False, activation="gelu"),
     "narrow": spec(
         hidden_size=5, intermediate_size=1, heads=1, kv_heads=1, head_size=2, vocab_size=3, layers=(LayerSpec(),)
     ),

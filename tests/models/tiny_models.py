@@ -438,6 +438,43 @@ def _glm4() -> Any:
     return transformers.Glm4Config(**SIZES, head_dim=16, attention_bias=False, tie_word_embeddings=False)
 
 
+def _glm4_moe() -> Any:
+    return transformers.Glm4MoeConfig(
+        **SIZES,
+        head_dim=24,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    )
+
+
+def _qwen2_moe() -> Any:
+    return transformers.Qwen2MoeConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    )
+
+
+def _cohere() -> Any:
+    return transformers.CohereConfig(**SIZES, logit_scale=0.25, attention_bias=True)
+
+
+def _cohere2() -> Any:
+    return transformers.Cohere2Config(
+        **{**SIZES, "num_hidden_layers": 4}, sliding_window=WINDOW, sliding_window_pattern=2, logit_scale=0.5
+    )
+
+
 def _ernie() -> Any:
     return transformers.Ernie4_5Config(**SIZES, head_dim=24, use_bias=True, tie_word_embeddings=True)
 
@@ -465,6 +502,7 @@ TINY: dict[str, Tiny] = {
     "smollm3": Tiny("SmolLM3ForCausalLM", _smollm3),
     "qwen2": Tiny("Qwen2ForCausalLM", _qwen2),
     "qwen2-yarn": Tiny("Qwen2ForCausalLM", _qwen2_yarn),
+    "qwen2-moe": Tiny("Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3": Tiny("Qwen3ForCausalLM", _qwen3),
     "qwen3-moe": Tiny("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen3-moe-fused": Tiny("Qwen3MoeForCausalLM", _qwen3_moe_sparse_step, save={"save_original_format": False}),
@@ -483,6 +521,9 @@ TINY: dict[str, Tiny] = {
     "granite-moe": Tiny("GraniteMoeForCausalLM", _granite_moe),
     "glm": Tiny("GlmForCausalLM", _glm),
     "glm4": Tiny("Glm4ForCausalLM", _glm4),
+    "glm4-moe": Tiny("Glm4MoeForCausalLM", _glm4_moe),
+    "cohere": Tiny("CohereForCausalLM", _cohere),
+    "cohere2": Tiny("Cohere2ForCausalLM", _cohere2),
     "ernie": Tiny("Ernie4_5ForCausalLM", _ernie),
     "stablelm": Tiny("StableLmForCausalLM", _stablelm),
     "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
@@ -530,6 +571,8 @@ TINY |= {
     "qwen3-reranker": Tiny("Qwen3ForSequenceClassification", _qwen3_plain, reranker=True),
 }
 DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
+# Those whose layers `headrace compress` computes.
+COMPRESSIBLE = tuple(name for name in DECODERS if name not in ("qwen2-moe", "glm4-moe", "cohere", "cohere2"))
 ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
 RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)
 

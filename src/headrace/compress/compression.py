@@ -74,6 +74,13 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             f"{folder.path.name} is a GGUF file. Pass the folder in Hugging Face layout that it was made from.",
             parameter="model",
         )
+    experts = folder.spec.experts
+    if folder.spec.parallel or (experts and (experts.shared_size or experts.scoring != "softmax")):
+        raise RequestError(
+            f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
+            "int8 or int4 instead.",
+            parameter="model",
+        )
     if any(part.pairs for parts in folder.sources.values() for part in parts):
         raise RequestError(
             f"{folder.spec.architecture} keeps the rows of queries and keys in pairs, which `headrace compress` cannot "

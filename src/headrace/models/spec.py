@@ -7,6 +7,8 @@ these sublayers in order; norms in brackets are optional:
     y = o(attention)            x = [residual_norm](x + [out_norm] y)
     h = [pre_norm] x            y = down(act(gate(h)) * up(h))
                                 x = [residual_norm](x + [out_norm] y)
+
+With `parallel`, both sublayers read the layer's input, and their outputs are added to it together.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     top_k: int
     intermediate_size: int
-    normalise: bool  # rescale the chosen experts' softmax weights to sum to one
+    normalise: bool  # rescale the chosen experts' weights to sum to one
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's scores into weights
+    correction: bool = False  # a bias by expert is added to the weights when experts are chosen
+    scale: float = 1.0  # multiplies the weights of the chosen experts
+    shared_size: int = 0  # inner size of an expert that every token goes to; 0: none
+    shared_gate: bool = False  # that expert's output has a weight of its own, a sigmoid
 
 
 class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +115,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_bias: bool = True  # of layer norms
     norm_offset: float = 0.0  # added to norm weights at load (Gemma stores w - 1)
     pre_norm: bool = True
+    parallel: bool = False  # the MLP reads what the attention reads
+    shared_norm: bool = False  # with `parallel`: one norm for both
     out_norm: bool = False  # normalise the sublayer's output before adding it to the residual (Gemma, OLMo-2)
     residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
@@ -217,11 +226,17 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         elif spec.qk_norm == "full":
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         product(f"{attn}.o", hidden, spec.q_size, bias=spec.o_bias)
-        sublayer_norms(feed)
-        if layer.experts and spec.experts is not None:
-            shapes[f"{feed}.router"] = (spec.experts.count, hidden)
-            for expert in range(spec.experts.count):
-                mlp(f"{feed}.experts.{expert}", spec.experts.intermediate_size, bias=False)
+        sublayer_norms(feed, before=not spec.shared_norm)
+        if layer.experts and (experts := spec.experts) is not None:
+            shapes[f"{feed}.router"] = (experts.count, hidden)
+            if experts.correction:
+                shapes[f"{feed}.router_bias"] = (experts.count,)
+            for expert in range(experts.count):
+                mlp(f"{feed}.experts.{expert}", experts.intermediate_size, bias=False)
+            if experts.shared_size:
+                mlp(f"{feed}.shared", experts.shared_size, bias=False)
+            if experts.shared_gate:
+                shapes[f"{feed}.shared_gate"] = (1, hidden)
         else:
             mlp(feed, spec.intermediate_size, bias=spec.mlp_bias)
     if spec.final_norm:
@@ -237,7 +252,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def is_kept_exact(name: str) -> bool:
     """Return whether a matrix is always f32: routers and layers after pooling are small, and errors in them count."""
-    return name.endswith(".router") or (name.startswith("pooled.") and name.count(".") == 1)
+    return name.endswith((".router", ".shared_gate")) or (name.startswith("pooled.") and name.count(".") == 1)
 
 
 def is_product(name: str) -> bool:

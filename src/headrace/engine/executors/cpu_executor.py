@@ -319,6 +319,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "hidden": spec.hidden_size,
         "inner": spec.intermediate_size,
         "expert_inner": experts.intermediate_size if experts else 0,
+        "shared_inner": experts.shared_size if experts else 0,
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
         "head_size": spec.head_size,
@@ -335,6 +336,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "reach": spec.max_distance,
         "top_k": experts.top_k if experts else 0,
         "normalise_experts": experts.normalise if experts else False,
+        "sigmoid_experts": experts.scoring == "sigmoid" if experts else False,
+        "expert_scale": experts.scale if experts else 1.0,
+        "parallel": spec.parallel,
         "ropes": [
             {
                 "inv_freq": list(rope.inv_freq),

@@ -12,6 +12,7 @@ from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
     bert,
+    cohere,
     ernie,
     eurobert,
     exaone,
@@ -61,6 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     granite,
     glm,
     ernie,
+    cohere,
     stablelm,
     starcoder,
     mixtral,
@@ -80,6 +82,7 @@ HEADLESS: dict[str, str] = {
     "SmolLM3Model": "SmolLM3ForCausalLM",
     "Qwen2Model": "Qwen2ForCausalLM",
     "Qwen3Model": "Qwen3ForCausalLM",
+    "Qwen2MoeModel": "Qwen2MoeForCausalLM",
     "Qwen3MoeModel": "Qwen3MoeForCausalLM",
     "MixtralModel": "MixtralForCausalLM",
     "MinistralModel": "MinistralForCausalLM",
@@ -92,6 +95,9 @@ HEADLESS: dict[str, str] = {
     "GraniteMoeModel": "GraniteMoeForCausalLM",
     "GlmModel": "GlmForCausalLM",
     "Glm4Model": "Glm4ForCausalLM",
+    "Glm4MoeModel": "Glm4MoeForCausalLM",
+    "CohereModel": "CohereForCausalLM",
+    "Cohere2Model": "Cohere2ForCausalLM",
     "Ernie4_5Model": "Ernie4_5ForCausalLM",
     "StableLmModel": "StableLmForCausalLM",
     "Starcoder2Model": "Starcoder2ForCausalLM",

@@ -164,7 +164,8 @@ def parameter_bound(spec: ModelSpec) -> int:
     experts = spec.experts
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
     dense = 3 * spec.hidden_size * spec.intermediate_size
-    mixture = 3 * spec.hidden_size * experts.intermediate_size * experts.count if experts else 0
+    experts_size = experts.intermediate_size * experts.count + experts.shared_size if experts else 0
+    mixture = 3 * spec.hidden_size * experts_size
     return 2 * spec.vocab_size * spec.hidden_size + len(spec.layers) * (attention + max(dense, mixture))
 
 
@@ -203,6 +204,9 @@ def named_sources(
 
     def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
+        if name.endswith(".router_bias"):
+            _, number, leaf = name.split(".", 2)
+            return (TensorPart(f"{prefix}{layer}.{number}.{table[leaf][0]}"),)
         if name == "head":
             return (TensorPart(f"{head}.{end}"),)
         where, expert = prefix, ""

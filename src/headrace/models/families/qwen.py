@@ -1,10 +1,11 @@
-"""Reads Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (normalised heads) and Qwen3-MoE."""
+"""Reads Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (normalised heads), Qwen2-MoE (an expert that every token goes
+to, beside those that are chosen) and Qwen3-MoE."""
 
 from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import MAX_LAYERS, ConfigJson
+from headrace.models.config_json import MAX_INTERMEDIATE, MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
     EXPERT_NAMES,
     LLAMA_NAMES,
@@ -23,17 +24,28 @@ from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec
 
-architectures: tuple[str, ...] = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+architectures: tuple[str, ...] = (
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 # Windows are off unless `use_sliding_window` is on; a Qwen2 always has biases; a mixture may have no dense layer.
 ignored: tuple[str, ...] = ("sliding_window", "max_window_layers", "attention_bias", "intermediate_size")
 
-_NAMES: TensorNames = {**LLAMA_NAMES, **EXPERT_NAMES}
+_NAMES: TensorNames = {
+    **LLAMA_NAMES,
+    **EXPERT_NAMES,
+    "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "mlp.shared.down": ("mlp.shared_expert.down_proj",),
+    "mlp.shared_gate": ("mlp.shared_expert_gate",),
+}
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     size = head_size(config, default=128 if architecture == "Qwen3ForCausalLM" else None)
-    layers = _expert_layers(config) if architecture == "Qwen3MoeForCausalLM" else _dense_layers(config)
+    layers = _expert_layers(config) if "Moe" in architecture else _dense_layers(config)
     mixed = any(layer.experts for layer in layers)
     plain = decoder_spec(
         config,
@@ -47,6 +59,10 @@ def spec(config: ConfigJson) -> ModelSpec:
     )
     if architecture == "Qwen2ForCausalLM":
         return msgspec.structs.replace(plain, qkv_bias=True)
+    if architecture == "Qwen2MoeForCausalLM":
+        config.refuse("use_sliding_window", "all layers must see the whole context", unless=(False,))
+        layer_windows(config, None, (False,) * len(layers))  # checks layer_types
+        return msgspec.structs.replace(plain, qkv_bias=config.flag("qkv_bias", default=True))
     bias = config.flag("attention_bias", default=False)
     return msgspec.structs.replace(plain, qk_norm="head", qkv_bias=bias, o_bias=bias)
 
@@ -77,4 +93,9 @@ def _expert_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
 
 
 def _experts(config: ConfigJson) -> ExpertSpec:
-    return expert_spec(config, size_key="moe_intermediate_size", normalise=config.flag("norm_topk_prob", default=False))
+    normalise = config.flag("norm_topk_prob", default=False)
+    chosen = expert_spec(config, size_key="moe_intermediate_size", normalise=normalise)
+    if architecture_of(config) == "Qwen3MoeForCausalLM":
+        return chosen
+    shared = config.size("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE, default=5632)
+    return msgspec.structs.replace(chosen, shared_size=shared, shared_gate=True)
