@@ -39,8 +39,8 @@ from headrace.config import (
 )
 from headrace.config import breaker_section as breaker
 from headrace.config import canary_section as canary
-from headrace.config import managed_section as managed
 from headrace.config import drift_section as drift
+from headrace.config import managed_section as managed
 from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
