@@ -188,7 +188,12 @@ def test_the_configuration_loads(name: str, devices: list[str], tmp_path: Path) 
     if found.chosen.engine == "vllm":
         assert model.upstream is not None
         assert model.upstream.kind == "vllm"
-        assert f"--tensor-parallel-size {found.chosen.tensor}" in text
+        assert model.upstream.managed is not None
+        assert model.upstream.managed.tensor_parallel == found.chosen.tensor
+        every = [model.upstream, *model.upstreams.values()]
+        used = [gpu for each in every if each.managed for gpu in each.managed.gpus or ()]
+        assert used == list(range(len(every) * found.chosen.tensor * found.chosen.pipeline))
+        assert len(used) <= 8
     else:
         assert model.options["context"] == found.context
         assert model.options["kv_tokens"] >= found.context
@@ -242,7 +247,7 @@ def test_the_command_prints_json_and_writes_the_configuration(
     assert main(["plan", "llama-3.1-8b", "--device", "h100", "--slo", "ttft_p95=500ms"]) == 0
     shown = capsys.readouterr().out
     assert "Breaks first" in shown
-    assert "vllm serve" in shown
+    assert '[models."llama-3.1-8b".upstream.managed]' in shown
 
 
 @pytest.mark.parametrize(

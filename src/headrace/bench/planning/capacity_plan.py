@@ -62,6 +62,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     tensor: int
     pipeline: int
     replicas: int
+    most: int  # devices in a machine
     memory: MemoryPlan
     expected: OperatingPoint  # of a replica, at the peak
     capacity: float  # requests per second of all replicas, within the objectives
@@ -256,6 +257,7 @@ def _candidate(
         tensor=roofline.tensor,
         pipeline=roofline.pipeline,
         replicas=replicas,
+        most=device.most,
         memory=MemoryPlan(
             usable=usable,
             weights=costs.weights,

@@ -1,4 +1,4 @@
-"""Writes the configuration of a planned variant: for the own engine, or for vLLM servers that Headrace routes to."""
+"""Writes the configuration of a planned variant: for the own engine, or for vLLM engines that Headrace manages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 
 from headrace.bench.planning.capacity_plan import Candidate, CapacityPlan
 
-_PORT = 8001  # of the first vLLM server
-_MOST_UPSTREAMS = 8  # written out; put a load balancer before more
+_MOST_UPSTREAMS = 8  # of one machine
 _VLLM_QUANTISATION = {"fp8": "fp8", "int8": "compressed-tensors", "int4": "awq"}
 
 
@@ -57,45 +56,43 @@ def _own(plan: CapacityPlan, candidate: Candidate) -> list[str]:
 
 
 def _vllm(plan: CapacityPlan, candidate: Candidate) -> list[str]:
+    """Return a managed vLLM for each replica that one machine holds, and a split between them."""
     name = _key(plan.model)
-    flags = [
-        f"--max-model-len {plan.context}",
-        f"--max-num-seqs {_sequences(candidate)}",
-        "--enable-prefix-caching",
-        "--enable-chunked-prefill",
-    ]
-    if candidate.tensor > 1:
-        flags.append(f"--tensor-parallel-size {candidate.tensor}")
-    if candidate.pipeline > 1:
-        flags.append(f"--pipeline-parallel-size {candidate.pipeline}")
-    if candidate.weights in _VLLM_QUANTISATION:
-        flags.append(f"--quantization {_VLLM_QUANTISATION[candidate.weights]}")
-    if candidate.kv_type in {"fp8", "int8"}:
-        flags.append("--kv-cache-dtype fp8")
-    lines = [
-        f"# Start {candidate.replicas} of these servers, each on {candidate.tensor * candidate.pipeline} devices:",
-        f"#   vllm serve YOUR_WEIGHTS --served-model-name {json.dumps(plan.model)} --port {_PORT} \\",
-        *(f"#     {flag} \\" for flag in flags[:-1]),
-        f"#     {flags[-1]}",
-        f"[models.{name}.upstream]",
-        f'url = "http://127.0.0.1:{_PORT}/v1"',
-        'kind = "vllm"',
-        f"model = {json.dumps(plan.model)}",
-    ]
-    shown = min(candidate.replicas, _MOST_UPSTREAMS)
-    for number in range(2, shown + 1):
+    split = candidate.tensor * candidate.pipeline
+    shown = min(candidate.replicas, max(1, candidate.most // split), _MOST_UPSTREAMS)
+    lines: list[str] = ["# Replace `model` by the folder or hub name of your weights."]
+    if candidate.replicas > shown:
+        lines += [
+            f"# {shown} of {candidate.replicas} replicas: those of one machine. Serve this file on each of "
+            f"{math.ceil(candidate.replicas / shown)} machines.",
+        ]
+    for number in range(1, shown + 1):
+        table = f"models.{name}.upstream" if number == 1 else f"models.{name}.upstreams.replica-{number}"
+        first = (number - 1) * split
         lines += [
             "",
-            f"[models.{name}.upstreams.replica-{number}]",
-            f'url = "http://127.0.0.1:{_PORT + number - 1}/v1"',
+            f"[{table}]",
             'kind = "vllm"',
+            f"context = {plan.context}",
+            "",
+            f"[{table}.managed]",
             f"model = {json.dumps(plan.model)}",
+            f"gpus = {list(range(first, first + split))}",
+            f"sequences = {_sequences(candidate)}",
         ]
+        if candidate.tensor > 1:
+            lines.append(f"tensor_parallel = {candidate.tensor}")
+        if candidate.pipeline > 1:
+            lines.append(f"pipeline_parallel = {candidate.pipeline}")
+        if candidate.weights in _VLLM_QUANTISATION:
+            lines.append(f'quantisation = "{_VLLM_QUANTISATION[candidate.weights]}"')
+        if candidate.kv_type in {"fp8", "int8"}:
+            lines.append('kv_dtype = "fp8"')
     if shown > 1:
         each = round(100.0 / shown, 2)
         names = [plan.model, *(f"{plan.model}@replica-{number}" for number in range(2, shown + 1))]
         shares = [*[each] * (shown - 1), round(100.0 - each * (shown - 1), 2)]
-        percent = ", ".join(f"{json.dumps(one)} = {share}" for one, share in zip(names, shares, strict=True))
+        percent = ", ".join(f"{json.dumps(one)} = {part}" for one, part in zip(names, shares, strict=True))
         lines += [
             "",
             "[[routing.rules]]",
