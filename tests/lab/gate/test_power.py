@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.lab.comparison.power import power_of_drop, power_of_ratio
+from tests.support.gate_power import power_of_drop, power_of_ratio
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "gate-a-variant.md").read_text(encoding="utf-8")
 LEVEL = 0.05 / 10  # of the smallest p-value among ten

@@ -1,4 +1,4 @@
-"""The power of the gate's tests: how often a real difference is found with a given number of prompts."""
+"""Simulates the power of the gate's tests: how often a real difference is found with a given number of prompts."""
 
 from __future__ import annotations
 
