@@ -22,7 +22,6 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.routing.canary_routes import CanaryUnit
 
 MOST: Final = 64  # canaries that are remembered
-_NONE: Final = ApiError("There is no canary.", kind="not_found_error", code="no_canary")
 
 
 class NewCanary(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +59,9 @@ class CanaryOperations:
                 return running[0]
             raise invalid_request(f"Missing 'control'. There are canaries of {', '.join(records)}.", "control")
         if control is None:
-            raise _NONE
+            raise _no_canary("There is no canary.")
         if control not in records:
-            message = f"There is no canary of '{control[:64]}'."
-            raise ApiError(message, kind="not_found_error", parameter="control", code="no_canary")
+            raise _no_canary(f"There is no canary of '{control[:64]}'.")
         return control
 
     async def start(self, who: Actor, new: NewCanary) -> CanaryRecord:
@@ -140,7 +138,7 @@ class CanaryOperations:
             before = self._shared.get("canary", control)
             record = before.value
             if not isinstance(record, CanaryRecord):
-                raise _NONE
+                raise _no_canary("There is no canary.")
             if run is not None and (record.run != run or record.phase != "running"):
                 raise ApiError("The canary has ended.", code="canary_ended", status=409)
             after = replace(change(record), changed=int(self._shared.now()), by=who.key, reason=reason)
@@ -175,6 +173,10 @@ class CanaryOperations:
 
         await self._shared.commit(planned)
         return made[0]
+
+
+def _no_canary(message: str) -> ApiError:
+    return ApiError(message, kind="not_found_error", parameter="control", code="no_canary")
 
 
 def canary_json(control: str, record: CanaryRecord, evidence: dict[str, Any] | None) -> dict[str, Any]:
