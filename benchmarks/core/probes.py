@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import headrace._core as _core
 from headrace.bench.machine import PEAKS, Machine, bandwidth, probe_machine
-from headrace.bench.roofline import best_peak, decode_bytes, floor, operations
+from headrace.bench.roofline import best_peak, floor, operations
 from headrace.engine.executors.cpu_executor import usable_cores
 from headrace.models.precision import parse_plan
 from headrace.models.spec import ModelSpec
+from headrace.models.step_work import decode_bytes
 
 SECONDS: Final = 0.2  # of one probe, all that it measures together
 QUIET: Final = 0.3  # seconds before a probe in which the engine's threads go to sleep

@@ -9,9 +9,7 @@ import pytest
 import headrace._core as _core
 from headrace.bench.machine import Machine, bandwidth, probe_machine
 from headrace.bench.roofline import (
-    active_parameters,
     best_peak,
-    decode_bytes,
     floor,
     kv_bytes_per_token,
     operations,
@@ -19,6 +17,7 @@ from headrace.bench.roofline import (
 )
 from headrace.models.model_folder import open_model
 from headrace.models.precision import parse_plan
+from headrace.models.step_work import active_parameters, decode_bytes, step_work
 from headrace.models.synthetic.random_model import write_random_model
 
 PEAKS = {"fma_f32": 1e9, "dot_int8": 4e9, "dot_bf16": 2e9, "amx_int8": 0.0, "amx_bf16": 0.0}
@@ -95,3 +94,12 @@ def test_the_machine_is_probed() -> None:
     assert machine.peaks["fma_f32"] > 1e8
     assert machine.memory > 0
     assert bandwidth(pool, 1 << 20, seconds=0.01) > 1e8
+
+
+def test_the_work_of_a_step_is_its_weights_once_and_its_products_for_each_row(tiny_folder: Path) -> None:
+    spec = open_model(tiny_folder).spec
+    work = step_work(spec, parse_plan("int8"), 100.0)
+    assert work.bytes_read(10) == decode_bytes(spec, parse_plan("int8")) + 1000.0
+    # A prefill of one causal sequence that wants one result: as `operations` counts it.
+    tokens = 24
+    assert work.operations(tokens, 1, tokens * (tokens + 1) // 2) == pytest.approx(operations(spec, tokens), rel=1e-3)

@@ -41,3 +41,17 @@ def test_the_tables_name_model_machine_and_floors(tiny_folder: Path, capsys: pyt
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == WRONG_USAGE
     assert "config.json" in capsys.readouterr().err
+
+
+def test_a_profile_shows_each_component_against_the_floor(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tiny_folder), "--profile", "--precision", "int8", "--threads", "1", "--json"]) == 0
+    profile = json.loads(capsys.readouterr().out)["profile"]
+    assert profile["precision"].startswith("int8")
+    assert [phase["phase"] for phase in profile["phases"]] == ["prefill", "decode"]
+    assert all(phase["bytes_per_s"] > 0 and phase["operations_per_s"] > 0 for phase in profile["phases"])
+    assert main(["inspect", str(tiny_folder), "--profile", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    for word in ("decode of 1 token", "attention", "ms per layer", "GB/s", "The floor is"):
+        assert word in out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.config import SloConfig
+from headrace.config import CacheConfig, ExactConfig, PriceConfig, SloConfig
 from tests.support.admin_server import administered
 from tests.support.running_server import asynchronous, words
 
@@ -48,3 +48,24 @@ async def test_latencies_costs_and_objectives_are_exposed_with_bounded_labels(tm
         assert live["latency"]["all"]["good"] == 30
         assert "nothing-1" not in text
         assert "user 1" not in text
+
+
+@asynchronous
+async def test_what_a_cache_saves_is_told_by_tenant(tmp_path: Path) -> None:
+    prices = {"mini": PriceConfig(input=1.0, output=2.0)}
+    async with administered(tmp_path, cache=CacheConfig(exact=ExactConfig(mode="on")), prices=prices) as server:
+        server.engine.answer = words("a ", "b ", "c")
+        answers = [await server.chat("caller-secret", temperature=0) for _ in range(3)]
+        text = (await server.ask("GET", "/metrics")).body.decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+
+        def of(name: str) -> float:
+            (sample,) = [each for each in families[name].samples if each.labels["cache"] == "exact"]
+            assert sample.labels["tenant"] == "red"
+            return sample.value
+
+        assert of("headrace_cache_answers") == 2
+        assert of("headrace_cache_saved_micros") == 2 * answers[0].json["headrace"]["cost_micros"] > 0
+        assert of("headrace_cache_saved_seconds") > 0
+        (tenant,) = (await server.did("GET", "live"))["tenants"]
+        assert (tenant["cache_hits"], tenant["saved_micros"]) == (2, of("headrace_cache_saved_micros"))

@@ -16,6 +16,7 @@ from headrace.bench.machine import Machine
 from headrace.models.packing import packed_size
 from headrace.models.precision import KvType, WeightPlan
 from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+from headrace.models.step_work import active_parameters, active_shapes, decode_bytes
 
 PREFILL: Final = 512  # tokens
 
@@ -34,18 +35,9 @@ def parameters(spec: ModelSpec) -> int:
     return sum(int(np.prod(shape)) for shape in tensor_shapes(spec).values())
 
 
-def active_parameters(spec: ModelSpec) -> int:
-    """Count the parameters that one token uses: only chosen experts, no embedding unless it is also the head."""
-    return sum(int(np.prod(shape)) for shape in _active_shapes(spec).values())
-
-
-def decode_bytes(spec: ModelSpec, plan: WeightPlan) -> int:
-    return packed_size(spec, _active_shapes(spec), plan)
-
-
 def operations(spec: ModelSpec, tokens: int) -> float:
     """Count the operations of a prefill: products for every token, the head once, attention over each window."""
-    shapes = _active_shapes(spec)
+    shapes = active_shapes(spec)
     head = shapes.pop("embed" if spec.tied else "head", (0,))
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
     seen = 0.0
@@ -89,18 +81,3 @@ def best_peak(machine: Machine, weight_format: str) -> float:
     if weight_format in {"int8", "int4"}:
         kinds += ["dot_int8", "amx_int8"]
     return max(machine.peaks[kind] for kind in kinds)
-
-
-def _active_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    shapes = tensor_shapes(spec)
-    for name in list(shapes):
-        if spec.experts is not None and ".experts." in name:
-            expert = int(name.split(".experts.")[1].split(".")[0])
-            if expert >= spec.experts.top_k:
-                del shapes[name]
-    if not spec.tied:
-        del shapes["embed"]  # one row is read
-    shapes.pop("positions", None)
-    shapes.pop("token_types", None)
-    shapes.pop("distances", None)
-    return shapes

@@ -14,16 +14,18 @@ from headrace.bench.machine import Machine, bandwidth, probe_machine
 from headrace.bench.roofline import (
     PREFILL,
     Floor,
-    active_parameters,
-    decode_bytes,
+    best_peak,
     floor,
     kv_bytes_per_token,
     parameters,
 )
-from headrace.engine.executors.cpu_executor import usable_cores
-from headrace.models.model_folder import find_model, open_model
-from headrace.models.precision import parse_plan
+from headrace.bench.step_profile import PhaseProfile
+from headrace.bench.step_profile import profile as profile_steps
+from headrace.engine.executors.cpu_executor import CpuExecutor, usable_cores
+from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.precision import AUTO, parse_plan
 from headrace.models.spec import ModelSpec
+from headrace.models.step_work import active_parameters, decode_bytes
 from headrace.variant import DEFAULT_MODEL
 
 PRECISIONS = ("f32", "bf16", "int8", "int4")
@@ -34,6 +36,8 @@ def inspect(
     /,
     *,
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+    profile: Annotated[bool, Parameter(negative=())] = False,
+    precision: str | None = None,
     json: bool = False,
 ) -> None:
     """Describe a model: its size, the memory it needs, and the best speed this machine allows.
@@ -49,6 +53,11 @@ def inspect(
         Model folder, GGUF file, bundled model (mini, draft), or a downloaded model's name (see headrace pull).
     threads
         Threads to measure with. Default: the machine's cores.
+    profile
+        Load the model and run it, too: where the time of a prefill and of a decode step goes, component by component,
+        and what share of it the floor explains.
+    precision
+        Weights to profile, such as int8. Default: what `headrace serve` would use.
     json
         Print one JSON object instead of the tables.
     """
@@ -57,14 +66,47 @@ def inspect(
     pool = _core.Pool(threads or usable_cores())
     machine = probe_machine(pool)
     floors: list[Floor] = []
-    for precision in PRECISIONS:
-        plan = parse_plan(precision, embedder=spec.embeds)
+    for name in PRECISIONS:
+        plan = parse_plan(name, embedder=spec.embeds)
         floors.append(floor(spec, plan, machine, bandwidth(pool, decode_bytes(spec, plan))))
     facts = _facts(spec, machine, floors, str(folder.path))
+    if profile:
+        facts["profile"] = _profile(folder, pool, machine, threads, precision)
     if json:
         print(msgspec.json.encode(facts).decode())
     else:
-        _show(Console(soft_wrap=True), spec, machine, floors, facts)
+        console = Console(soft_wrap=True)
+        _show(console, spec, machine, floors, facts)
+        for phase in facts.get("profile", {}).get("phases", ()):
+            _show_phase(console, phase, facts["profile"]["precision"])
+
+
+def _profile(
+    folder: ModelFolder, pool: _core.Pool, machine: Machine, threads: int | None, precision: str | None
+) -> dict[str, Any]:
+    executor = CpuExecutor.load(folder, weights=precision or AUTO, threads=threads, max_rows=PREFILL)
+    try:
+        plan = executor.plan
+        rate = bandwidth(pool, decode_bytes(executor.spec, plan))
+        phases = profile_steps(executor, bandwidth=rate, peak=best_peak(machine, plan.default.format))
+        return {"precision": plan.default.name, "phases": phases}
+    finally:
+        executor.close()
+
+
+def _show_phase(console: Console, phase: PhaseProfile, precision: str) -> None:
+    title = f"{phase.phase} of {phase.tokens} token{'s' if phase.tokens > 1 else ''} with {precision}"
+    table = Table(title=f"{title}: {phase.ms:,.2f} ms")
+    for heading in ("component", "ms", "share", "ms per layer"):
+        table.add_column(heading, justify="left" if heading == "component" else "right")
+    for each in sorted(phase.components, key=lambda part: -part.ms):
+        layer = "" if each.ms_per_layer is None else f"{each.ms_per_layer:.3f}"
+        table.add_row(each.component, f"{each.ms:.3f}", f"{100 * each.share:.1f} %", layer)
+    console.print(table)
+    console.print(
+        f"{phase.bytes_per_s / 1e9:.1f} GB/s and {phase.operations_per_s / 1e9:,.0f} Gop/s achieved. The floor is "
+        f"{phase.floor_ms:,.2f} ms, by {phase.bound}: {100 * phase.efficiency:.0f} % of the time.\n"
+    )
 
 
 def _facts(spec: ModelSpec, machine: Machine, floors: list[Floor], path: str) -> dict[str, Any]:

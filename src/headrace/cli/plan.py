@@ -24,10 +24,11 @@ from headrace.bench.planning.plan_config import plan_toml
 from headrace.bench.planning.plan_table import show_plan
 from headrace.bench.planning.step_costs import StepCost
 from headrace.bench.planning.this_machine import measured_costs, this_machine
-from headrace.bench.roofline import active_parameters, parameters
+from headrace.bench.roofline import parameters
 from headrace.bench.traffic_profile import TrafficProfile, of_lengths, of_trace
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
+from headrace.models.step_work import active_parameters
 from headrace.variant import DEFAULT_MODEL
 
 _COLUMNS: Final = 120  # width of a table that is not printed on a terminal

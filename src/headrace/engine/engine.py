@@ -35,6 +35,7 @@ from headrace.engine.sequence_progress import SequenceProgress
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.errors import HeadraceError, RequestError
+from headrace.models.step_work import StepWork
 from headrace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class EngineTiming(msgspec.Struct):
     tokens: int = 0  # generated
     device: float = 0.0  # from launch to result
     choosing: float = 0.0  # in the sampler
+    bytes_read: float = 0.0  # that the steps had to read at least
+    operations: float = 0.0  # that they had to do at least
     between: float = 0.0  # host time from a step's result to the next launch, without choosing
     beside: float = 0.0  # host time while a step ran
 
@@ -81,7 +84,10 @@ _CORE_STEPS: Final = 64  # steps between two readings of the core's stages
 
 @runtime_checkable
 class _Timed(Protocol):
-    """An executor that measures its stages."""
+    """An executor that measures its stages, and knows the least work of a step."""
+
+    @property
+    def work(self) -> StepWork: ...
 
     def stage_seconds(self) -> dict[str, float]: ...
 
@@ -122,6 +128,7 @@ class Engine:
         self._step: _Step | None = None
         self._decoding: list[SequenceState] = []  # sequences of the last step that continue
         self._events: list[SequenceEvent] = []  # not delivered yet
+        self._work = executor.work if isinstance(executor, _Timed) else None
         self._core: dict[str, float] = {}  # seconds by stage of the core, as last read
         self._results_at = 0.0  # when the last step's results arrived; 0 after a pause
         self._host = 0.0  # running mean of host seconds between two steps
@@ -406,6 +413,12 @@ class Engine:
             self._core = self.executor.stage_seconds()  # no step runs now, so it does not wait
         timing.rows += plan.rows
         timing.device += seconds
+        if self._work is not None and seconds:
+            tokens_read = sum([share.sequence.computed + share.count for share in plan.shares])
+            timing.bytes_read += self._work.bytes_read(tokens_read)
+            timing.operations += self._work.operations(
+                plan.rows, sum([share.wanted for share in plan.shares]), plan.pairs
+            )
         self._results_at = done
         events = self.scheduler.settle(plan, outcomes, self._clock(), seconds)
         self._events += events
@@ -461,6 +474,8 @@ class Engine:
             "rows": timing.rows,
             "tokens": timing.tokens,
             "device_seconds": timing.device,
+            "bytes_read": round(timing.bytes_read),
+            "operations": round(timing.operations),
             "choosing_seconds": timing.choosing,
             "between_seconds": timing.between,
             "beside_seconds": timing.beside,

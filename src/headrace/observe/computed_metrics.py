@@ -52,6 +52,7 @@ METRICS: Final = (
         "headrace_slice_requests", "counter", ("endpoint", "length", "route"), "Requests by slices of the traffic."
     ),
     LatencyMetric("headrace_draft_tokens", "counter", ("model", "outcome"), "Draft tokens: accepted, rejected."),
+    LatencyMetric("headrace_cache_answers", "counter", ("cache", "tenant"), "Requests that a cache answered."),
     LatencyMetric("headrace_cache_saved_seconds", "counter", ("cache", "tenant"), "Machine time saved by a cache."),
     LatencyMetric(
         "headrace_cache_saved_micros", "counter", ("cache", "tenant"), "Millionths of the currency saved by a cache."
@@ -136,7 +137,8 @@ def _add_book(families: dict[str, Any], book: LatencyBook) -> None:
     for (model, tenant), row in group(total, ("model", "tenant")).items():
         families["headrace_cost_micros"].add_metric((model, tenant), row.micros)
     for (tenant,), row in group(total, ("tenant",)).items():
-        for cache, (_, seconds, micros) in row.saved.items():
+        for cache, (answers, seconds, micros) in row.saved.items():
+            families["headrace_cache_answers"].add_metric((cache, tenant), answers)
             families["headrace_cache_saved_seconds"].add_metric((cache, tenant), seconds)
             families["headrace_cache_saved_micros"].add_metric((cache, tenant), micros)
 

@@ -231,6 +231,8 @@ _ENGINE: Final = {
     "steps": (("steps",), "Steps since the start."),
     "step_rows": (("rows",), "Tokens computed since the start, in prompts and answers."),
     "device_seconds": (("device_seconds",), "Seconds of computation since the start."),
+    "bytes_read": (("bytes_read",), "Bytes of weights and KV that the steps since the start had to read at least."),
+    "operations": (("operations",), "Operations that the steps since the start had to do at least."),
     "host_seconds": (("between_seconds",), "Seconds between steps since the start."),
     "blocks_used": (("blocks", "used"), "KV blocks in use."),
     "blocks_cached": (("blocks", "cached"), "KV blocks that hold cached prefixes."),

@@ -16,7 +16,7 @@ from headrace.bench.planning.model_shapes import LARGE_SHAPES, PLANNED_SHAPES, m
 from headrace.bench.planning.operating_point import ReplicaLimits, most_load, operating_point
 from headrace.bench.planning.plan_config import plan_toml
 from headrace.bench.planning.step_costs import MeasuredCost, RooflineCost
-from headrace.bench.roofline import active_parameters, parameters
+from headrace.bench.roofline import parameters
 from headrace.bench.simulation.scenarios import ScenarioSetup, capacity
 from headrace.bench.simulation.simulator import Hardware
 from headrace.bench.simulation.synthetic_traffic import LogNormalLengths, SurfaceProfile, TrafficMix
@@ -26,6 +26,7 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.errors import RequestError
+from headrace.models.step_work import active_parameters
 from headrace.server.config_checks import load_config
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.config.ledger_section import PriceConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
+from headrace.server.admin.live_snapshot import LiveSnapshot
 from tests.support.accounts import bearer
 from tests.support.admin_server import ROOT, administered
 from tests.support.running_server import asynchronous, request, until, words
@@ -116,3 +117,26 @@ async def test_without_keys_this_machine_may_look_and_change_nothing(tmp_path: P
             assert (await running.ask("GET", f"/admin/v1/{path}")).status == 200, path
         for method, path in (("GET", "tenants"), ("PUT", "fast"), ("GET", "usage")):
             assert (await running.ask(method, f"/admin/v1/{path}")).status == 404, path
+
+
+@asynchronous
+async def test_an_engine_tells_what_it_achieves_while_it_computes(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        counted = {"device_seconds": 2.0, "bytes_read": 4_000_000_000, "operations": 10**9}
+
+        async def stats() -> list[dict[str, Any]]:
+            return [dict(counted)]
+
+        server.engine.stats = stats  # type: ignore[method-assign]
+        live = LiveSnapshot(server.server.context, None)
+
+        async def rates() -> tuple[int, int]:
+            (engine,) = (await live.get(most_age_s=0.0))["engines"]
+            return engine["bytes_per_s"], engine["operations_per_s"]
+
+        assert await rates() == (2_000_000_000, 500_000_000)
+        counted |= {"device_seconds": 3.0, "bytes_read": 10_000_000_000}
+        assert await rates() == (6_000_000_000, 0)
+        assert await rates() == (6_000_000_000, 0)  # it was idle
+        counted |= {"device_seconds": 0.5, "bytes_read": 10**9, "operations": 10**8}  # a new process
+        assert await rates() == (2 * 10**9, 2 * 10**8)

@@ -50,6 +50,8 @@ async def test_outcomes_are_attached_and_exported_beside_latency_and_cost(tmp_pa
         assert [line.split(",")[:2] for line in csv[1:]] == [["order", "1"], ["thumbs", "4"]]
         shown = (await server.ask("GET", f"/v1/requests/{ids[0]}", **bearer("caller-secret"))).json
         assert shown["outcomes"] == {"order": 20.0, "thumbs": 1.0}
+        live = await server.did("GET", "live")
+        assert [(each["outcome"], each["count"]) for each in live["outcomes"]] == [("order", 1), ("thumbs", 4)]
         assert await server.refused("GET", "feedback?by=colour") == (400, None, "by")
     assert count(metrics.feedback, "thumbs", "mini", "red", "positive") == before + 3
 

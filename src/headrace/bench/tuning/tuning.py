@@ -13,7 +13,6 @@ import msgspec
 import headrace._core as _core
 from headrace.bench.evaluation.documents import Document, read_prompts, read_text
 from headrace.bench.machine import bandwidth
-from headrace.bench.roofline import decode_bytes
 from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
 from headrace.bench.tuning.engine_machine import EngineMachine
 from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_setting, tuning_levels
@@ -35,6 +34,7 @@ from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.model_folder import find_model, open_model
 from headrace.models.precision import parse_plan
+from headrace.models.step_work import decode_bytes
 
 Origin = Literal["defaults", "naive"]
 _OVERALL: Final = Level(name="overall", what="", choices=())

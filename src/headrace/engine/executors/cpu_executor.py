@@ -5,6 +5,7 @@ Owns the core's model, its KV memory and the thread that waits for it. Does not 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -30,6 +31,7 @@ from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.spec import ModelSpec, is_product
+from headrace.models.step_work import StepWork, step_work
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
@@ -224,6 +226,10 @@ class CpuExecutor:
     @property
     def kv_bytes_per_token(self) -> float:
         return self._kv.bytes_per_block / _core.BLOCK
+
+    @functools.cached_property
+    def work(self) -> StepWork:
+        return step_work(self.spec, self.plan, self.kv_bytes_per_token)
 
     def stage_seconds(self) -> dict[str, float]:
         """Return the seconds that all steps so far spent in each stage of the core. Waits for the step under way."""

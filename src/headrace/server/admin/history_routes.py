@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, Final, cast, get_args
 
 from headrace.gateway.api_errors import invalid_request
-from headrace.gateway.observation.feedback_store import By, OutcomeGroup
+from headrace.gateway.observation.feedback_store import By
 from headrace.gateway.observation.latency_history import HOUR
 from headrace.observe.latency.latency_book import DIMENSIONS, group
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
+from headrace.server.admin.outcome_figures import outcome_json
 from headrace.server.api.feedback import keeper_of
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall
@@ -24,7 +24,6 @@ from headrace.server.http.route_table import Route
 _MOST_HOURS: Final = 24  # of one response
 _MOST_ROWS: Final = 5000
 _BY: Final = get_args(By)
-_Z: Final = 1.959964  # of a 95 % interval
 
 
 def routes(administration: Administration, context: EndpointContext) -> tuple[Route, ...]:
@@ -89,38 +88,6 @@ def routes(administration: Administration, context: EndpointContext) -> tuple[Ro
         route("GET", "/admin/v1/history", history, "Show the latencies, costs and objectives of each hour."),
         route("GET", "/admin/v1/feedback", feedback, "Export outcomes beside latency and cost, as CSV or JSON."),
     )
-
-
-def outcome_json(group: OutcomeGroup) -> dict[str, Any]:
-    """Return count, mean and its 95 % interval, and what the requests took and cost."""
-    low, high = _interval(group)
-    return {
-        "count": group.count,
-        "sum": group.sum,
-        "mean": round(group.sum / group.count, 6),
-        "mean_low": None if low is None else round(low, 6),
-        "mean_high": None if high is None else round(high, 6),
-        "mean_ttft_ms": None if group.ttft_ms is None else round(group.ttft_ms, 3),
-        "mean_e2e_ms": None if group.e2e_ms is None else round(group.e2e_ms, 3),
-        "micros": group.micros,
-        "micros_per_1000_requests": round(group.micros * 1000 / group.count),
-        "micros_per_unit": round(group.micros / group.sum) if group.sum > 0 else None,
-    }
-
-
-def _interval(group: OutcomeGroup) -> tuple[float | None, float | None]:
-    """Wilson's interval for shares; the normal one for other numbers, of which it needs some."""
-    count, mean = group.count, group.sum / group.count
-    if group.binary:
-        scale = 1.0 + _Z * _Z / count
-        middle = (mean + _Z * _Z / (2 * count)) / scale
-        half = _Z * math.sqrt(mean * (1.0 - mean) / count + _Z * _Z / (4 * count * count)) / scale
-        return max(0.0, middle - half), min(1.0, middle + half)
-    if count < 10:
-        return None, None
-    variance = max(0.0, group.squares - count * mean * mean) / (count - 1)
-    half = _Z * math.sqrt(variance / count)
-    return mean - half, mean + half
 
 
 async def _send_csv(call: ApiCall, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:

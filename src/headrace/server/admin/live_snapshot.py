@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import time
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from headrace import __version__
@@ -19,6 +20,7 @@ from headrace.gateway.upstreams.managed_engine import ManagedEngine
 from headrace.observe.latency.latency_book import Row, Slice, Tick, group
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
+from headrace.server.admin.outcome_figures import outcome_json
 from headrace.server.endpoint_context import EndpointContext
 
 WINDOW_S: Final = 300.0
@@ -26,6 +28,7 @@ _RATE_S: Final = 30.0  # rates are those of whole ticks in this time
 _ENGINE_S: Final = 0.5  # timeout
 _BUDGETS_S: Final = 10.0  # age of budgets, which are read from the store
 _SLOWEST: Final = 20
+_OUTCOMES_S: Final = 6 * 86_400.0  # before today
 _LISTED: Final = 50  # rows of a list
 
 
@@ -41,6 +44,9 @@ class LiveSnapshot:
         self._making: asyncio.Task[dict[str, Any]] | None = None
         self._budgets: list[dict[str, Any]] = []
         self._budgets_at = 0.0
+        self._outcomes: list[dict[str, Any]] = []
+        self._outcomes_at = 0.0
+        self._achieved: dict[tuple[str, int], tuple[tuple[float, int, int], tuple[int | None, ...]]] = {}
 
     async def get(self, most_age_s: float = 0.9) -> dict[str, Any]:
         if self._made and time.monotonic() - self._made_at < most_age_s:
@@ -60,7 +66,9 @@ class LiveSnapshot:
         services = context.services
         observer = services.observer
         rows = list(observer.latencies.window(WINDOW_S))
-        engines, caches, budgets = await asyncio.gather(self._engines(), self._caches(rows), self._read_budgets())
+        engines, caches, budgets, outcomes = await asyncio.gather(
+            self._engines(), self._caches(rows), self._read_budgets(), self._read_outcomes()
+        )
         texts = [(slice, row) for slice, row in rows if slice.model != "-"]
         state = "draining" if context.is_draining else "ready" if context.is_ready else "starting"
         return {
@@ -92,6 +100,7 @@ class LiveSnapshot:
             },
             "tenants": _tenants(texts, budgets),
             "budgets": budgets,
+            "outcomes": outcomes,
             "slowest": [slow_json(each) for each in _slowest(observer.recent.newest())],
         }
 
@@ -113,7 +122,25 @@ class LiveSnapshot:
         for name, served in fleet.served.items():
             if served.upstream is not None and served.upstream.engine is not None:
                 found.append(_managed(name, served.upstream.config.kind, served.upstream.engine))
+        for engine in found:
+            self._add_rates(engine)
         return sorted(found, key=lambda engine: (engine["model"], engine["replica"]))
+
+    def _add_rates(self, engine: dict[str, Any]) -> None:
+        """Add what the engine achieved while it computed since the last snapshot in which it did."""
+        seconds = engine.get("device_seconds")
+        if seconds is None:
+            return
+        now = (seconds, engine.get("bytes_read") or 0, engine.get("operations") or 0)
+        key = (engine["model"], engine["replica"])
+        before, rates = self._achieved.get(key, ((0.0, 0, 0), (None, None)))
+        if seconds < before[0]:  # its process is a new one
+            before = (0.0, 0, 0)
+        if seconds > before[0]:
+            spent = seconds - before[0]
+            rates = tuple(round((now[place] - before[place]) / spent) for place in (1, 2))
+        self._achieved[key] = (now, rates)
+        engine["bytes_per_s"], engine["operations_per_s"] = rates
 
     def _variant(self, name: str) -> dict[str, Any]:
         served = self._context.services.fleet.served[name]
@@ -164,6 +191,21 @@ class LiveSnapshot:
             variant, _, tenant = scope.partition("\n")
             found.append({"surface": surface, "model": variant, "tenant": tenant, "level": number, "step": step})
         return found[:_LISTED]
+
+    async def _read_outcomes(self) -> list[dict[str, Any]]:
+        """Return the outcomes of the last seven days by model."""
+        keeper, now = self._context.services.keeper, time.monotonic()
+        if keeper is None or (self._outcomes_at and now - self._outcomes_at < _BUDGETS_S):
+            return self._outcomes
+        first_day = datetime.fromtimestamp(time.time() - _OUTCOMES_S, UTC).date().isoformat()
+        with contextlib.suppress(TimeoutError, ApiError):
+            async with asyncio.timeout(_ENGINE_S):
+                groups = await keeper.feedback.summary(("outcome", "model"), first_day=first_day)
+            self._outcomes = [
+                {"outcome": each.key[0], "model": each.key[1], **outcome_json(each)} for each in groups[:_LISTED]
+            ]
+        self._outcomes_at = now
+        return self._outcomes
 
     async def _read_budgets(self) -> list[dict[str, Any]]:
         """Return the budgets that are nearest to their end."""
@@ -227,6 +269,9 @@ def row_json(row: Row) -> dict[str, Any]:
         "prompt_tokens": row.prompt_tokens,
         "cached_tokens": row.cached_tokens,
         "output_tokens": row.output_tokens,
+        "cache_hits": int(sum(each[0] for each in row.saved.values())),
+        "saved_s": round(sum(each[1] for each in row.saved.values()), 3),
+        "saved_micros": int(sum(each[2] for each in row.saved.values())),
         "draft_acceptance": round(row.accepted / row.drafted, 4) if row.drafted else None,
         "micros": row.micros,
         "micros_per_1000_requests": round(row.micros * per_thousand),
@@ -268,7 +313,8 @@ def _engine(model: str, replica: int, restarts: Sequence[int], known: dict[str, 
     found["kv_used_share"] = round(used / total, 4) if total else None
     found["kv_unfilled_tokens"] = blocks.get("unfilled")  # reserved in blocks, not used yet
     found["kv_waste_share"] = round(blocks.get("fragmentation", 0.0), 4)
-    found |= {name: known.get(name) for name in ("steps", "rows", "tokens", "device_seconds", "between_seconds")}
+    counted = ("steps", "rows", "tokens", "device_seconds", "between_seconds", "bytes_read", "operations")
+    found |= {name: known.get(name) for name in counted}
     if "core" in known:
         found["core"] = known["core"]
     return found

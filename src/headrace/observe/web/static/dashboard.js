@@ -50,6 +50,8 @@
 
   // Parts of the page
 
+  const rate = (value, unit) => (value === null || value === undefined ? "–" : `${number(value / 1e9)} G${unit}`);
+
   const tile = (name, value, note, bad = false) => {
     const made = element("div", bad ? "bad" : "", element("dt", "", name), element("dd", "big", value));
     if (note) made.append(element("dd", "", note));
@@ -79,11 +81,24 @@
   const showObjectives = (live) => {
     by("objectives").hidden = !live.objectives.length;
     if (!live.objectives.length) return;
-    const names = [...new Set(live.objectives.flatMap((objective) => Object.keys(objective)))];
-    const title = (name) => name.replaceAll("_", " ");
-    const show = (value) => (typeof value === "number" ? number(value, 4) : value === null || value === undefined ? "–"
-      : typeof value === "object" ? Object.entries(value).map(([key, each]) => `${key} ${number(each, 2)}`).join(", ") : String(value));
-    table(by("objectives").querySelector(".card"), names.map((name) => [title(name), (row) => show(row[name])]), live.objectives);
+    const burn = (rate) => (rate >= 1 ? element("b", "bad", number(rate, 1)) : number(rate, 2));
+    table(by("objectives").querySelector(".card"), [
+      ["objective", (row) => objectiveName(row)],
+      ["target", (row) => percent(row.target, 2)],
+      ["attained", (row) => (row.attainment === null ? "–" : element(row.attainment < row.target ? "b" : "span", row.attainment < row.target ? "bad" : "", percent(row.attainment, 2)))],
+      ["error budget left", (row) => (row.budget_left === null ? "–" : meter(row.budget_left, percent(Math.max(0, row.budget_left), 0)))],
+      ["burn 5 min", (row) => burn(row.burn_rate["5m"])],
+      ["1 h", (row) => burn(row.burn_rate["1h"])],
+      ["6 h", (row) => burn(row.burn_rate["6h"])],
+      ["3 days", (row) => burn(row.burn_rate["3d"])],
+      ["alert", (row) => (row.alert ? element("b", "bad", row.alert) : "none")],
+    ], live.objectives);
+  };
+
+  const LATENCIES = { ttft: "first token", itl: "gap", e2e: "whole" };
+  const objectiveName = (row) => {
+    if (row.threshold_ms === null) return `${row.slo}: does not fail`;
+    return `${row.slo}: ${LATENCIES[row.objective.split("_")[0]]} within ${ms(row.threshold_ms)}`;
   };
 
   const openRequest = async (id) => {
@@ -144,6 +159,8 @@
       ["KV in use", (row) => percent(row.kv_used_share)],
       ["reserved, unused", (row) => percent(row.kv_waste_share)],
       ["evictions", (row) => number(row.kv_evictions, 0)],
+      ["reads", (row) => rate(row.bytes_per_s, "B/s")],
+      ["computes", (row) => rate(row.operations_per_s, "op/s")],
       ["restarts", (row) => number(row.restarts, 0)],
     ], live.engines);
     const slice = by("by").value;
@@ -171,6 +188,16 @@
       ["entries", (row) => number(row.entries, 0)],
       ["size", (row) => bytes(row.bytes)],
     ], live.caches);
+    by("outcomes-section").hidden = !live.outcomes.length;
+    table(by("outcomes"), [
+      ["outcome", (row) => row.outcome],
+      ["model", (row) => row.model],
+      ["values", (row) => number(row.count, 0)],
+      ["mean", (row) => number(row.mean, 3)],
+      ["95 % interval", (row) => (row.mean_low === null ? "–" : `${number(row.mean_low, 3)} to ${number(row.mean_high, 3)}`)],
+      ["mean time", (row) => ms(row.mean_e2e_ms)],
+      ["cost per unit", (row) => money(row.micros_per_unit, live.currency)],
+    ], live.outcomes);
     table(by("ladder"), [
       ["surface", (row) => row.surface],
       ["model", (row) => row.model || "all"],
