@@ -64,6 +64,7 @@ PATHS = (
     ("GET", "pins"),
     ("POST", "pins"),
     ("DELETE", "pins/pin_0"),
+    ("POST", "reload"),
 )
 # What a server without keys shows to its own machine.
 OPEN_HERE = ("live", "latency", "history", "feedback", "shadows", "quality", "drift", "canary", "requests/")

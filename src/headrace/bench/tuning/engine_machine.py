@@ -17,8 +17,6 @@ from headrace.bench.machine import Machine, bandwidth, cpu_name, probe_machine
 from headrace.bench.objectives import Objectives
 from headrace.bench.roofline import active_parameters, best_peak, decode_bytes, kv_bytes_per_token
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules, pass_gate
-from headrace.bench.roofline import best_peak, kv_bytes_per_token
-from headrace.bench.tuning.quality_gate import GateRules, pass_gate
 from headrace.bench.tuning.search import Gate, Sample, Setting
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, make_jobs
 from headrace.engine.executors.cpu_executor import memory_of, usable_cores
