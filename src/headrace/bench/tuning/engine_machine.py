@@ -15,7 +15,7 @@ from headrace.bench.engine_runs import EngineJob, EngineRun, run_jobs
 from headrace.bench.evaluation.documents import Document
 from headrace.bench.machine import Machine, bandwidth, cpu_name, probe_machine
 from headrace.bench.objectives import Objectives
-from headrace.bench.roofline import active_parameters, best_peak, decode_bytes, kv_bytes_per_token
+from headrace.bench.roofline import best_peak, kv_bytes_per_token
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules, pass_gate
 from headrace.bench.tuning.search import Gate, Sample, Setting
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, make_jobs
