@@ -41,12 +41,23 @@
     };
   };
 
-  const historyOf = (live) => live.traffic.history.map((tick) => ({
-    at: live.at - tick.age_s, requests: tick.requests / live.traffic.tick_s, failed: tick.failed / live.traffic.tick_s,
-    output: tick.output_tokens / live.traffic.tick_s, prompt: tick.prompt_tokens / live.traffic.tick_s,
-    first50: tick.ttft_p50_ms || null, first95: tick.ttft_p95_ms || null,
-    gap50: null, gap95: null, gap99: null, running: null, waiting: null, kvUsed: null, kvCached: null,
-  })).sort((a, b) => a.at - b.at);
+  // The server leaves out ticks without requests: nothing was answered then, and there are no latencies.
+  const historyOf = (live) => {
+    const { history, tick_s } = live.traffic;
+    if (!history.length) return [];
+    const known = new Map(history.map((tick) => [Math.round(tick.age_s / tick_s), tick]));
+    const made = [];
+    for (let age = Math.max(...known.keys()); age >= 1; age -= 1) {
+      const tick = known.get(age);
+      made.push({
+        at: live.at - (tick?.age_s ?? age * tick_s), requests: (tick?.requests ?? 0) / tick_s, failed: (tick?.failed ?? 0) / tick_s,
+        output: (tick?.output_tokens ?? 0) / tick_s, prompt: (tick?.prompt_tokens ?? 0) / tick_s,
+        first50: tick?.ttft_p50_ms || null, first95: tick?.ttft_p95_ms || null,
+        gap50: null, gap95: null, gap99: null, running: null, waiting: null, kvUsed: null, kvCached: null,
+      });
+    }
+    return made;
+  };
 
   // Parts of the page
 

@@ -60,7 +60,7 @@ window.headrace ??= {};
       const shown = points.filter((point) => point.at >= now - seconds);
       const heights = shown.map((point) => {
         let sum = 0;
-        return point.values.map((value) => (stacked ? (sum += value ?? 0) : value));
+        return point.values.map((value) => (stacked && value !== null ? (sum += value) : value));
       });
       const known = heights.flat().filter((value) => value !== null && Number.isFinite(value));
       const highest = Math.max(...known, ...rules.map((rule) => rule.value), unit === "share" ? 0.01 : 1);

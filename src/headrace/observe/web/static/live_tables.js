@@ -19,7 +19,7 @@ window.headrace ??= {};
     return `${number(value / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
   };
   const money = (micros, currency) =>
-    micros === null || micros === undefined ? none : `${number(micros / 1e6, micros && Math.abs(micros) < 1e6 ? 6 : 2)} ${currency}`;
+    micros === null || micros === undefined ? none : `${Math.abs(micros) < 1e6 ? (micros / 1e6).toLocaleString("en", { maximumSignificantDigits: 3 }) : number(micros / 1e6, 2)} ${currency}`.trim();
 
   const meter = (share, text) => {
     const bar = element("span", "meter" + (share <= 0 ? " out" : share < 0.2 ? " low" : ""));
