@@ -30,6 +30,7 @@ from headrace.config.safety_section import SafetyConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
 from headrace.config.slo_section import SloConfig
 from headrace.config.tenant_section import AdminConfig, BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig
+from headrace.config.tool_section import ToolConfig
 from headrace.config.upstream_section import UpstreamConfig
 from headrace.config.value_types import (
     Count,
@@ -98,6 +99,7 @@ __all__ = [
     "SurfaceConfig",
     "TenantConfig",
     "Text",
+    "ToolConfig",
     "TracesConfig",
     "UpstreamConfig",
     "Weight",
@@ -238,6 +240,7 @@ class Config(Section, frozen=True):
     shaping: ShapingConfig = ShapingConfig()
     fast: FastConfig = FastConfig()
     pipelines: dict[str, PipelineConfig] = msgspec.field(default_factory=dict[str, PipelineConfig])
+    tools: dict[str, ToolConfig] = msgspec.field(default_factory=dict[str, ToolConfig])  # that pipelines may call
     admin: AdminConfig = AdminConfig()
     storage: StorageConfig = StorageConfig()
     recording: RecordingConfig = RecordingConfig()

@@ -13,10 +13,11 @@ from msgspec import Meta
 
 from headrace.config.value_types import Count, Milliseconds, Section, Share, Text
 
-StageName = Literal["embed", "search", "rerank", "assemble", "generate", "check"]
+StageName = Literal["embed", "search", "rerank", "assemble", "tools", "generate", "check"]
 Late = Literal["skip", "fewer", "cached", "stop"]  # what becomes of a stage that does not end within its budget
+Micros = Annotated[int, Meta(ge=0, le=10**15)]  # millionths of the currency
 CacheSeconds = Annotated[float, Meta(ge=0)]
-STAGE_ORDER: Final[tuple[StageName, ...]] = ("embed", "search", "rerank", "assemble", "generate", "check")
+STAGE_ORDER: Final[tuple[StageName, ...]] = ("embed", "search", "rerank", "assemble", "tools", "generate", "check")
 
 
 class EmbedStage(Section, frozen=True):
@@ -61,6 +62,24 @@ class AssembleStage(Section, frozen=True):
     least_score: float | None = None  # passages with a lower score are left out
 
 
+class ToolsStage(Section, frozen=True):
+    """Lets a model call tools in a loop before the answer. See how-to/run-agents.md."""
+
+    budget_ms: Milliseconds | None = None
+    late: Late = "fewer"  # fewer: the answer is made from the results that are there
+    tools: tuple[Text, ...] = ()  # names of [tools.NAME] that the model may call
+    model: Text | None = None  # model of the intermediate steps; default: the pipeline's
+    instructions: str = ""  # system message of the steps; default: a short one
+    keyless: bool = False  # callers without an API key may use the tools
+    steps: Annotated[int, Meta(ge=1, le=64)] = 4  # model calls, at most
+    calls: Annotated[int, Meta(ge=1, le=256)] = 16  # tool calls, at most
+    parallel: Annotated[int, Meta(ge=1, le=64)] = 8  # tool calls at once
+    tokens: Count = 8192  # prompt and output tokens of all steps, at most
+    micros: Micros | None = None  # millionths of the currency that the steps may cost; default: no limit
+    step_tokens: Count = 256  # output tokens of one step, at most
+    result_tokens: Count = 512  # tokens of one tool's result that the model reads
+
+
 class GenerateStage(Section, frozen=True):
     """Writes the answer. Its engine gets all the time that later stages leave as its deadline."""
 
@@ -99,6 +118,7 @@ class PipelineConfig(Section, frozen=True):
     search: SearchStage = SearchStage()
     rerank: RerankStage = RerankStage()
     assemble: AssembleStage = AssembleStage()
+    tools: ToolsStage = ToolsStage()
     generate: GenerateStage = GenerateStage()
     check: CheckStage = CheckStage()
     # full: one answer. answer-first: a short answer, and the details when the request says `detail`

@@ -78,6 +78,7 @@ class TenantConfig(Section, frozen=True, omit_defaults=True):
     caches: CachesConfig = CachesConfig()
     ladder: bool = True  # allow degraded responses under pressure; false: reject instead
     record: bool = False  # record its requests and answers as [recording] says; false: never
+    tools: tuple[Text, ...] = ()  # tools that pipelines may call for the tenant; "*": all; default: none
     suspended: bool = False  # reject every request of this tenant
     metadata: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 

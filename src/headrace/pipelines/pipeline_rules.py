@@ -17,6 +17,7 @@ _LATE: Final = {  # what each stage can do when it is late
     "search": ("skip", "cached", "stop"),
     "rerank": ("skip", "fewer", "cached", "stop"),
     "assemble": ("skip", "fewer", "stop"),
+    "tools": ("skip", "fewer", "stop"),
     "generate": ("fewer", "cached", "stop"),
     "check": ("skip", "stop"),
 }
@@ -34,6 +35,8 @@ def findings(config: Config, served: Sequence[str]) -> Iterator[Finding]:
         yield from _models(pipeline, where, known)
         yield from _times(pipeline, where)
         yield from _modes(pipeline, where)
+        if "tools" in pipeline.stages:
+            yield from _tools(pipeline, where, config)
 
 
 def _stages(config: PipelineConfig, where: str) -> Iterator[Finding]:
@@ -66,15 +69,25 @@ def _models(config: PipelineConfig, where: str, known: Collection[str]) -> Itera
         "generate.model": config.generate.model,
         "generate.small": config.generate.small,
     }
-    for stage in ("rerank",):
-        if stage in config.stages:
-            named[f"{stage}.model"] = model = getattr(config, stage).model
-            if model is None:
-                yield f"{where}.{stage}.model", "expected the name of a model"
+    if "tools" in config.stages:
+        named["tools.model"] = config.tools.model
+    if "rerank" in config.stages:
+        named["rerank.model"] = config.rerank.model
+        if config.rerank.model is None:
+            yield f"{where}.rerank.model", "expected the name of a model"
     for key, model in named.items():
         if model is not None and model not in known:
             there = ", ".join(map(quoted, sorted(known)))
             yield f"{where}.{key}", f"unknown model or variant {quoted(model)}; known: {there}"
+
+
+def _tools(pipeline: PipelineConfig, where: str, config: Config) -> Iterator[Finding]:
+    if not pipeline.tools.tools:
+        yield f"{where}.tools.tools", "expected at least one tool"
+    for name in pipeline.tools.tools:
+        if name not in config.tools:
+            known = ", ".join(map(quoted, config.tools)) or "none"
+            yield f"{where}.tools.tools", f"unknown tool {quoted(name)}; [tools.NAME] declares: {known}"
 
 
 def _times(config: PipelineConfig, where: str) -> Iterator[Finding]:

@@ -38,6 +38,8 @@ from headrace.pipelines.stages.generate import generate, rescue
 from headrace.pipelines.stages.rerank import Rerank
 from headrace.pipelines.stages.search import Search
 from headrace.pipelines.stages.stage import Stage
+from headrace.pipelines.stages.tools import offered_tools, run_tools
+from headrace.pipelines.tools.tool import ToolSpec
 
 log: Final = structlog.stdlib.get_logger("headrace.pipelines")
 
@@ -204,10 +206,14 @@ class PipelineRun:
                 async with aclosing(self._generate(delivery, end)) as deltas:
                     async for delta in deltas:
                         yield delta
+            elif name == "tools":
+                async with aclosing(self._use_tools(end)) as deltas:
+                    async for delta in deltas:
+                        yield delta
             else:
                 await self._run_stage(name, _STAGES[name], end)
-            if name in ("assemble", "rerank", "search") and state.sources and not shown:
-                shown = True
+            if name == "assemble" and state.sources and "tools" not in state.config.stages:
+                shown = True  # the tools' results would change the numbers
                 yield NoteDelta(0, event="sources", data=state.source_entries)
         if state.broken is not None:
             raise state.broken
@@ -303,6 +309,31 @@ class PipelineRun:
         if parts is None or self.exchange.text_request.cache == "off":
             return None
         return ResultCache.key(self.exchange.caller.tenant, f"{self.state.name}/{name}", *parts)
+
+    async def _use_tools(self, end: float) -> AsyncGenerator[ChoiceDelta]:
+        """Run the tools' loop. ApiError if it must not be passed over and a budget ended it."""
+        services, state = self._services, self.state
+        began = services.clock.now()
+        state.exchange.timeline.enter("tools")
+        outcome, why, specs = "skipped", "not_allowed", list[ToolSpec]()
+        try:
+            specs = await services.clock.within(offered_tools(services, state, end), end, state.gone)
+        except StageLateError:
+            why = "late"
+        if specs:
+            async with aclosing(run_tools(services, state, specs, end)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            outcome, why = ("done", "") if state.conclusion == "answered" else ("fewer", state.conclusion)
+        late = state.config.tools.late
+        stopped = late == "stop" and outcome != "done"
+        if late == "skip" and outcome == "fewer":
+            outcome, state.draft = "skipped", ""
+            state.show_sources([each for each in state.sources if not each.id.startswith("tool:")])
+        ms, budget_ms = (services.clock.now() - began) * 1e3, (end - began) * 1e3
+        state.reports.append(StageReport("tools", "stopped" if stopped else outcome, ms, budget_ms, why))
+        if stopped:
+            raise late_error(state, "tools")
 
     async def _generate(self, delivery: AnswerDelivery, end: float) -> AsyncGenerator[ChoiceDelta]:
         """Deliver the answer, or what is known where no model can give one in time."""

@@ -24,6 +24,8 @@ from headrace.pipelines.result_cache import ResultCache
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
+from headrace.pipelines.tools.tool_sources import tool_sources
+from headrace.pipelines.tools.toolbox import Toolbox
 
 
 class Pipelines:
@@ -37,15 +39,18 @@ class Pipelines:
         self._runs: dict[str, PipelineRun] = {}  # in progress, by the exchange's id; bounded by limits.requests
 
     @classmethod
-    def from_config(cls, config: Config, services: Services) -> Pipelines | None:
+    def from_config(cls, config: Config, services: Services, environ: Mapping[str, str]) -> Pipelines | None:
         """Return None if the configuration declares no pipeline."""
         if not config.pipelines:
             return None
+        clock = StageClock()
+        cache = ResultCache(sum(each.cache_bytes for each in config.pipelines.values()), time.monotonic)
         stage_services = StageServices(
             models=ModelAccess(services),
+            toolbox=Toolbox(tool_sources(config.tools, environ), cache, clock),
             retriever=None,
-            cache=ResultCache(sum(each.cache_bytes for each in config.pipelines.values()), time.monotonic),
-            clock=StageClock(),
+            cache=cache,
+            clock=clock,
             shaping=config.shaping,
             run_background=services.background.run,
         )
@@ -56,6 +61,7 @@ class Pipelines:
 
     async def close(self) -> None:
         """Close what the tools have opened."""
+        await self.services.toolbox.close()
 
     def names(self, caller: Caller) -> list[str]:
         """Return the pipelines that the caller may use: those whose models it may all use."""
@@ -158,6 +164,8 @@ def models_of(config: PipelineConfig, answers: str) -> list[str]:
     used: list[str | None] = [answers]
     if "rerank" in config.stages:
         used.append(config.rerank.model)
+    if "tools" in config.stages:
+        used.append(config.tools.model)
     if "small" in config.generate.order:
         used.append(config.generate.small)
     return list(dict.fromkeys(name for name in used if name is not None))

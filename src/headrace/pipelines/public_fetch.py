@@ -41,6 +41,7 @@ class FetchedPage(msgspec.Struct, frozen=True):
     content_type: str  # media type in lower case, without parameters
     charset: str | None
     body: bytes
+    headers: Mapping[str, str] = {}  # names in lower case
 
 
 class FetchError(ApiError):
@@ -129,6 +130,7 @@ async def _follow(
                         response.content_type.lower(),
                         response.charset,
                         await _read(response, policy.max_bytes),
+                        {name.lower(): value for name, value in response.headers.items()},
                     )
                 url = urljoin(url, response.headers.get("location", ""))
                 if _origin(parts) != _origin(urlsplit(url)):

@@ -16,6 +16,7 @@ from headrace.gateway.serving.fleet import ServedVariant
 from headrace.pipelines.result_cache import ResultCache
 from headrace.pipelines.retrieval import Retriever
 from headrace.pipelines.stage_clock import StageClock
+from headrace.pipelines.tools.toolbox import Toolbox
 
 
 class Models(Protocol):
@@ -34,6 +35,7 @@ class Models(Protocol):
 
 class StageServices(msgspec.Struct, kw_only=True):
     models: Models
+    toolbox: Toolbox
     retriever: Retriever | None  # None: this server has no collections
     cache: ResultCache
     clock: StageClock

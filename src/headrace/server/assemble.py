@@ -117,7 +117,7 @@ def assemble(
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,
     )
-    services.pipelines = Pipelines.from_config(config, services)
+    services.pipelines = Pipelines.from_config(config, services, environ)
     return services
 
 

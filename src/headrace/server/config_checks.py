@@ -38,6 +38,7 @@ from headrace.gateway.routing import routing_checks as routing
 from headrace.lab.recording import recording_rules as recordings
 from headrace.lab.techniques import without_lossy
 from headrace.pipelines import pipeline_rules
+from headrace.pipelines.tools import tool_rules
 from headrace.server.http.allowed_hosts import is_loopback
 from headrace.surfaces import SURFACES
 
@@ -103,6 +104,7 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
         known = ", ".join(map(quoted, served))
         yield "drift.encoder", f"expected a served encoder, one of {known}, found {quoted(config.drift.encoder)}"
     yield from pipeline_rules.findings(config, served)
+    yield from tool_rules.findings(config, environ)
     for name, each in config.prices.items():
         yield from _price(name, each, served)
     yield from _caches(config, served)

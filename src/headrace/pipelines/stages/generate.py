@@ -41,6 +41,10 @@ async def generate(services: StageServices, state: RunState, end: float) -> Asyn
     """
     config = state.config.generate
     ways = [way for way in config.order if way != "cache"]
+    if state.draft and not state.sources and _model(state) == (state.config.tools.model or state.model):
+        state.answered_by = "agent"  # the same model has answered without any tool
+        yield ChoiceDelta(0, content=state.draft)
+        return
     for place, way in enumerate(ways):
         if way == "extract":
             if (text := extracted(state, config.extract_confidence)) is not None:
