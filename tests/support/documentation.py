@@ -175,7 +175,7 @@ class Reader:
         elif example.language == "toml":
             self._configuration = (self._configuration if kind == "continues" else "") + text
             (self.folder / "headrace.toml").write_text(self._configuration)
-            variables = re.findall(r'^\w*_env = "(\w+)"', self._configuration, re.MULTILINE)
+            variables = re.findall(r'^\w*_env = (?:\{ [\w-]+ = )?"(\w+)"', self._configuration, re.MULTILINE)
             unset = "".join(f"export {name}=${{{name}:-value-of-{name.lower()}}}\n" for name in variables)
             self._bash(f"({unset}headrace config check headrace.toml)")
         else:

@@ -26,9 +26,12 @@ from headrace.gateway.serving.fleet import ServedVariant
 from headrace.pipelines.collections.hits import Hit, QueryVector
 from headrace.pipelines.pipeline_run import PipelineRun
 from headrace.pipelines.pipelines import Pipelines
-from headrace.pipelines.result_cache import ResultCache
+from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
+from headrace.pipelines.tools.approvals import Approvals
+from headrace.pipelines.tools.tool import ToolSource
+from headrace.pipelines.tools.toolbox import Toolbox
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
@@ -183,16 +186,25 @@ class FakeCollection:
 class World:
     """One pipeline named docs."""
 
-    def __init__(self, config: PipelineConfig, script: Script | None = None, **scripts: Script) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        script: Script | None = None,
+        *,
+        tools: dict[str, ToolSource] | None = None,
+        **scripts: Script,
+    ) -> None:
         self.clock = Clock(1000.0)
         self.models = FakeModels(self.clock, script or says("Port ", "8000 ", "[1]."), **scripts)
         self.collection = FakeCollection(self.clock)
         self.background: list[asyncio.Task[Any]] = []
+        cache, clock = StageCache(1_000_000, self.clock), StageClock(self.clock, self.clock.sleep)
         self.services = StageServices(
             models=self.models,
+            toolbox=Toolbox(tools or {}, cache, clock, Approvals(b"key", self.clock)),
             retriever=self.collection,
-            cache=ResultCache(1_000_000, self.clock),
-            clock=StageClock(self.clock, self.clock.sleep),
+            cache=cache,
+            clock=clock,
             shaping=ShapingConfig(),
             run_background=self._run_background,
         )

@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.folded_words import folded
-from headrace.pipelines.result_cache import ResultCache
 from headrace.pipelines.run_state import RunState
+from headrace.pipelines.stage_cache import StageCache
 
 _SPACE: Final = re.compile(r"\s+")
 
@@ -24,7 +24,7 @@ class StoredAnswer(msgspec.Struct):
 class AnswerCache:
     """The view of one run. Answers depend on the tenant, the whole conversation, the filters and the mode."""
 
-    def __init__(self, cache: ResultCache, state: RunState) -> None:
+    def __init__(self, cache: StageCache, state: RunState) -> None:
         self._cache = cache
         self._state = state
         request = state.exchange.text_request
@@ -33,7 +33,7 @@ class AnswerCache:
             [each["role"], _SPACE.sub(" ", folded(str(each.get("content") or ""))).strip(" ?!.")]
             for each in request.messages or ()
         ]
-        self._key = ResultCache.key(
+        self._key = StageCache.key(
             state.exchange.caller.tenant,
             f"{state.name}/answer",
             state.exchange.served.fingerprint,

@@ -82,8 +82,6 @@ def _models(config: PipelineConfig, where: str, known: Collection[str]) -> Itera
 
 
 def _tools(pipeline: PipelineConfig, where: str, config: Config) -> Iterator[Finding]:
-    if not pipeline.tools.tools:
-        yield f"{where}.tools.tools", "expected at least one tool"
     for name in pipeline.tools.tools:
         if name not in config.tools:
             known = ", ".join(map(quoted, config.tools)) or "none"

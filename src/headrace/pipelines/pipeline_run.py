@@ -27,8 +27,8 @@ from headrace.pipelines.answer_delivery import AnswerDelivery
 from headrace.pipelines.budget_plan import StageNeed, stage_end
 from headrace.pipelines.followups import suggest_followups
 from headrace.pipelines.prefetch import Prefetcher
-from headrace.pipelines.result_cache import ResultCache
 from headrace.pipelines.run_state import RunState, StageReport
+from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import ClientGoneError, StageLateError
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.assemble import Assemble, as_source
@@ -308,7 +308,7 @@ class PipelineRun:
         parts = stage.cache_parts(self.state)
         if parts is None or self.exchange.text_request.cache == "off":
             return None
-        return ResultCache.key(self.exchange.caller.tenant, f"{self.state.name}/{name}", *parts)
+        return StageCache.key(self.exchange.caller.tenant, f"{self.state.name}/{name}", *parts)
 
     async def _use_tools(self, end: float) -> AsyncGenerator[ChoiceDelta]:
         """Run the tools' loop. ApiError if it must not be passed over and a budget ended it."""

@@ -20,8 +20,8 @@ from headrace.pipelines.budget_plan import plan
 from headrace.pipelines.model_access import ModelAccess
 from headrace.pipelines.pipeline_run import PipelineRun, stage_needs
 from headrace.pipelines.prefetch import Prefetcher
-from headrace.pipelines.result_cache import ResultCache
 from headrace.pipelines.run_state import RunState
+from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.tools.tool_sources import tool_sources
@@ -44,7 +44,7 @@ class Pipelines:
         if not config.pipelines:
             return None
         clock = StageClock()
-        cache = ResultCache(sum(each.cache_bytes for each in config.pipelines.values()), time.monotonic)
+        cache = StageCache(sum(each.cache_bytes for each in config.pipelines.values()), time.monotonic)
         stage_services = StageServices(
             models=ModelAccess(services),
             toolbox=Toolbox(tool_sources(config.tools, environ), cache, clock),

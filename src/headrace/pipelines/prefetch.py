@@ -13,8 +13,8 @@ import msgspec
 
 from headrace.gateway.api_errors import ApiError
 from headrace.observe import metrics
-from headrace.pipelines.result_cache import CachedResult, ResultCache
 from headrace.pipelines.run_state import RunState
+from headrace.pipelines.stage_cache import CachedStage, StageCache
 from headrace.pipelines.stage_clock import StageLateError
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.search import search, search_filters
@@ -45,7 +45,7 @@ class Prefetcher:
             self._waiting += 1
             self._services.run_background(self._fetch(state, question))
 
-    def count_use(self, state: RunState, entry: CachedResult) -> None:
+    def count_use(self, state: RunState, entry: CachedStage) -> None:
         """Count a prefetched result the first time that a question uses it."""
         entry.tag = ""
         self._count(state, "used")
@@ -53,7 +53,7 @@ class Prefetcher:
     async def _fetch(self, state: RunState, question: str) -> None:
         services, config = self._services, state.config.search
         parts = [config.collection, config.k, dict(search_filters(state) or {}), question]
-        key = ResultCache.key(state.exchange.caller.tenant, f"{state.name}/search", *parts)
+        key = StageCache.key(state.exchange.caller.tenant, f"{state.name}/search", *parts)
         try:
             async with self._room:
                 if services.cache.get(key) is not None:

@@ -49,8 +49,8 @@ def read_operations(path: str, url: str | None = None) -> tuple[str, list[Operat
         raise OpenApiError(f"Cannot read the OpenAPI document '{path}': {error.strerror or error}.") from None
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
         raise OpenApiError(f"The OpenAPI document '{path}' is not a JSON object. Convert YAML to JSON.") from None
-    servers: Any = document.get("servers")
-    named: Any = servers[0].get("url") if isinstance(servers, list) and servers else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    servers = cast(list[dict[str, Any]], document.get("servers") or [{}])
+    named = servers[0].get("url") if isinstance(servers[0], dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     base = (url or str(named or "")).rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise OpenApiError(f"The OpenAPI document '{path}' names no server by an http(s) URL. Set `url`.")

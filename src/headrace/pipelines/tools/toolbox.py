@@ -15,7 +15,7 @@ import structlog
 
 from headrace.gateway.api_errors import ApiError
 from headrace.observe import metrics
-from headrace.pipelines.result_cache import ResultCache
+from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock, StageLateError
 from headrace.pipelines.tools.approvals import Approvals
 from headrace.pipelines.tools.tool import ToolError, ToolSource, ToolSpec
@@ -37,7 +37,7 @@ class Toolbox:
     def __init__(
         self,
         sources: Mapping[str, ToolSource],
-        cache: ResultCache,
+        cache: StageCache,
         clock: StageClock,
         approvals: Approvals | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Toolbox:
     async def _call(
         self, spec: ToolSpec, arguments: Mapping[str, Any], tenant: str, end: float, *, caches: bool
     ) -> ToolResult:
-        key = ResultCache.key(tenant, f"tool/{spec.name}", dict(arguments))
+        key = StageCache.key(tenant, f"tool/{spec.name}", dict(arguments))
         if caches and (hit := self._cache.get(key)) is not None:
             return ToolResult(hit.value.decode(), "cached")
         try:

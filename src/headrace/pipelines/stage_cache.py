@@ -1,4 +1,4 @@
-"""ResultCache: results of stages and tools in memory, bounded in bytes, each for one tenant and a time.
+"""StageCache: results of stages and tools in memory, bounded in bytes, each for one tenant and a time.
 
 A key includes the tenant, so that no entry of one tenant is visible to another. Expired entries stay until they are
 evicted, for stages that may use an old result when they are late.
@@ -16,18 +16,18 @@ import msgspec
 _ENTRY_BYTES = 256  # of an entry beside its value, about
 
 
-class CachedResult(msgspec.Struct):
+class CachedStage(msgspec.Struct):
     value: bytes
     expires: float
     stored: float
     tag: str  # who put it there: `prefetch`, or nothing
 
 
-class ResultCache:
+class StageCache:
     def __init__(self, most_bytes: int, clock: Callable[[], float]) -> None:
         self._most = most_bytes
         self._clock = clock
-        self._entries: OrderedDict[bytes, CachedResult] = OrderedDict()
+        self._entries: OrderedDict[bytes, CachedStage] = OrderedDict()
         self.bytes = 0
 
     @staticmethod
@@ -35,7 +35,7 @@ class ResultCache:
         """Return the key of a result: everything that it depends on."""
         return hashlib.blake2b(msgspec.json.encode([tenant, kind, parts], order="sorted"), digest_size=24).digest()
 
-    def get(self, key: bytes, *, stale: bool = False) -> CachedResult | None:
+    def get(self, key: bytes, *, stale: bool = False) -> CachedStage | None:
         """Return a result; with `stale`, also an expired one."""
         entry = self._entries.get(key)
         if entry is None or (entry.expires <= self._clock() and not stale):
@@ -53,7 +53,7 @@ class ResultCache:
             _, oldest = self._entries.popitem(last=False)
             self.bytes -= len(oldest.value) + _ENTRY_BYTES
         now = self._clock()
-        self._entries[key] = CachedResult(value, now + ttl_s, now, tag)
+        self._entries[key] = CachedStage(value, now + ttl_s, now, tag)
         self.bytes += size
 
     def now(self) -> float:
