@@ -137,6 +137,18 @@ def test_what_tenants_and_keys_cannot_have_is_refused(text: str, said: str) -> N
         ),
         ("cache.exact.bytes = 5", "cache.exact.tenant_bytes: expected at most cache.exact.bytes (5)"),
         ("shaping.summary_model = 'maxi'", 'shaping.summary_model: unknown model or variant "maxi"'),
+        (
+            "cache.results = {bytes = 5, tenant_bytes = 6}",
+            "cache.results.tenant_bytes: expected at most cache.results.bytes (5), found 6",
+        ),
+        (
+            "collections.embedder = 'minilm'",
+            'collections.embedder: expected a served encoder, one of "mini", found "minilm"',
+        ),
+        (
+            "collections.reranker = 'bge'",
+            'collections.reranker: expected a served reranker, one of "mini", found "bge"',
+        ),
     ],
 )
 def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: str) -> None:

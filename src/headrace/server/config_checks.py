@@ -103,6 +103,11 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
     if config.drift.encoder is not None and config.drift.encoder not in served:
         known = ", ".join(map(quoted, served))
         yield "drift.encoder", f"expected a served encoder, one of {known}, found {quoted(config.drift.encoder)}"
+    for key, kind in (("embedder", "encoder"), ("reranker", "reranker")):
+        name: str = getattr(config.collections, key)
+        if name and name not in served:
+            known = ", ".join(map(quoted, served))
+            yield f"collections.{key}", f"expected a served {kind}, one of {known}, found {quoted(name)}"
     yield from pipeline_rules.findings(config, served)
     yield from tool_rules.findings(config, environ)
     for name, each in config.prices.items():

@@ -208,6 +208,25 @@ def test_a_graph_is_kept_over_a_restart_and_made_up_to_date(tmp_path: Path) -> N
     run(it())
 
 
+def test_a_search_that_leaves_while_vectors_are_loaded_does_not_stop_the_loading(tmp_path: Path) -> None:
+    async def it() -> None:
+        async with shelf(tmp_path) as notes:
+            await notes.add(FERRY, BREAD)
+            await notes.indexed()
+        async with shelf(tmp_path, create=False) as notes:
+            hurried = await notes.find("ferry harbour", mode="vector", deadline_s=0.0)
+            assert hurried.skipped == {"vector": "deadline"}
+            index = next(iter(notes.collections._indexes.values()))
+            task = asyncio.create_task(index.load())
+            await asyncio.sleep(0)
+            task.cancel()
+            await index.load()
+            assert len(index) == 2
+            assert await notes.documents("ferry harbour", mode="vector", k=1) == ["0"]
+
+    run(it())
+
+
 def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     async def it() -> None:
         async with shelf(tmp_path) as notes:
@@ -348,9 +367,9 @@ def test_sigkill_while_embedding_loses_nothing_that_was_committed(tmp_path: Path
     run(it())
 
 
-def test_frequent_words_are_left_out_of_keyword_queries_of_large_collections(tmp_path: Path) -> None:
+def test_frequent_words_can_be_left_out_of_keyword_queries_of_large_collections(tmp_path: Path) -> None:
     async def it() -> None:
-        async with shelf(tmp_path, create=False) as notes:
+        async with shelf(tmp_path, create=False, all_words=False) as notes:
             await notes.collections.create(ANNA, "notes", mode="keyword")
             for number in range(30):
                 await notes.add(f"manual page {'rare' if number == 7 else 'other'} n{number}", id=str(number))

@@ -17,7 +17,7 @@ from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import StoredChunk
 
 _SAMPLE: Final = 500  # chunks whose words are counted
-_FREQUENT: Final = 0.2  # of the chunks
+_FREQUENT: Final = 0.4  # of the chunks
 _TERMS: Final = 48  # words of a query that are looked up
 _VARIABLES: Final = 500  # values in one statement
 
@@ -38,7 +38,7 @@ def count_keyword_chunks(connection: sqlite3.Connection, collection: int) -> int
 
 
 def frequent_words(connection: sqlite3.Connection, collection: int) -> frozenset[str]:
-    """Return the words that more than a fifth of the chunks have, by a sample.
+    """Return the words that more than two fifths of the chunks have, by a sample.
 
     FTS5 scores every chunk that has any word of a query. These words cost nearly all of that time, and add least to a
     score.

@@ -54,6 +54,7 @@ class CollectionIndex:
         self._ids: set[int] = set()
         self._unsaved = 0
         self._loaded = False
+        self._loading: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -67,12 +68,23 @@ class CollectionIndex:
         return self._vectors is not None and self._vectors.approximate
 
     async def load(self) -> None:
-        """Read the vectors, once. Calls at the same time wait for one another."""
+        """Read the vectors, once. A caller that leaves at its deadline does not stop it for the next one."""
+        if self._loaded:
+            return
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(self._load())
+            self._loading.add_done_callback(self._load_ended)
+        await asyncio.shield(self._loading)
+
+    def _load_ended(self, loading: asyncio.Future[None]) -> None:
+        self._loading = None
+        if not loading.cancelled():
+            loading.exception()  # raised where it was awaited, unless all callers have left; the next one tries again
+
+    async def _load(self) -> None:
         async with self._lock:
-            if self._loaded:
-                return
             run, collection = self._database.run, self._collection
-            if self._file.exists():
+            if self._vectors is None and self._file.exists():
                 await asyncio.to_thread(self._load_graph)
             if self._vectors is not None:
                 there = set(await run(lambda connection: read_ids(connection, collection)))
@@ -100,6 +112,10 @@ class CollectionIndex:
         self, vector: Floats, count: int, *, recall: Recall, among: Sequence[int] | None = None
     ) -> Neighbours:
         await self.load()
+        # Its thread cannot be stopped, so the lock is held until it ends, even if the caller leaves.
+        return await asyncio.shield(asyncio.ensure_future(self._search(vector, count, recall, among)))
+
+    async def _search(self, vector: Floats, count: int, recall: Recall, among: Sequence[int] | None) -> Neighbours:
         async with self._lock:
             if self._vectors is None or len(vector) != self._vectors.width:
                 return []

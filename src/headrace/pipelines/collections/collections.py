@@ -104,7 +104,7 @@ class Collections:
         self._database = Database(folder, name="collections", steps=STEPS)
         self._caller_for = caller_for
         self._encoder_for = encoder_for
-        self.keyword_words = KeywordWords(self._database)
+        self.keyword_words = KeywordWords(self._database, all_words=config.all_words)
         self._rerank_for = rerank_for
         self._default_model = default_model
         self._results = results

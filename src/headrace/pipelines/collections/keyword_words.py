@@ -1,4 +1,4 @@
-"""Remembers the most frequent words of large collections, which keyword searches leave out."""
+"""Remembers the most frequent words of large collections, which keyword searches leave out if they may."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ _CHANGES: Final = 64  # of a young collection
 
 
 class KeywordWords:
-    def __init__(self, database: Database, *, least_chunks: int = 5000) -> None:
-        """`least_chunks`: smaller collections are searched with all words."""
+    def __init__(self, database: Database, *, all_words: bool, least_chunks: int = 5000) -> None:
+        """`all_words`: none are left out. `least_chunks`: smaller collections are searched with all words anyway."""
+        self._all_words = all_words
         self.least_chunks = least_chunks
         self._database = database
         self._known: OrderedDict[int, tuple[int, Collection[str]]] = OrderedDict()  # version and words, by collection
 
     async def frequent(self, record: CollectionRecord) -> Collection[str]:
+        if self._all_words:
+            return ()
         known = self._known.get(record.seq)
         if known is not None and record.version <= known[0] * _GROWTH + _CHANGES:
             return known[1]
