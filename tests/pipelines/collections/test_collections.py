@@ -15,8 +15,8 @@ import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.collections.collections import GivenDocument
-from tests.support.collections import ANNA, BERT, shelf
 from tests.support.fake_encoders import WordEncoder
+from tests.support.tiny_collections import ANNA, BERT, shelf
 
 FERRY = "The ferry to the island leaves from the northern harbour every second hour in summer."
 BREAD = "Sourdough bread needs a starter, flour, water, salt and a long cold rest."
@@ -317,7 +317,7 @@ def test_collections_and_chunks_are_bounded(tmp_path: Path) -> None:
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.support.collections import shelf
+from tests.support.tiny_collections import shelf
 from tests.support.fake_encoders import WordEncoder
 
 class Slow(WordEncoder):
