@@ -16,7 +16,7 @@ ALL = Redactor(("keys", "emails", "cards"))
     "secret",
     [
         "sk-proj-Abcd1234Efgh5678Ijkl",
-        make_secret(),
+        pytest.param(make_secret(), id="own"),
         "AKIA" + "IOSFODNN7EXAMPLE",
         "ghp_" + "0123456789abcdefghijABCDEFGHIJ",
         "xoxb-1234567890-abcdefgh",
