@@ -181,7 +181,7 @@ def random_tensors(model: ModelSpec, seed: int = 0) -> Mapping[str, Floats]:
     tensors: Tensors = {}
     for name, shape in tensor_shapes(model).items():
         values = random.standard_normal(shape).astype(np.float32)
-        if is_product(name) or name.endswith(".router"):
+        if is_product(name) or name.endswith((".router", ".shared_gate")):
             # Queries and keys large enough that attention chooses: a flat softmax would hide wrong positions.
             size = 2.0 if name.endswith((".qkv", ".router")) else 1.0
             tensors[name] = values * np.float32(size / shape[-1] ** 0.5)
@@ -230,9 +230,11 @@ def core_tensors(
     for name, values in tensors.items():
         if name == "distances":
             found[name] = spread_buckets(values, max_distance).reshape(-1)
-        elif is_product(name) or name.endswith(".router"):
+        elif is_product(name) or name.endswith((".router", ".shared_gate")):
             rows = by_turns(values) if name.endswith(".gate_up") else values
-            chosen = "f32" if name.endswith(".router") else embed if embed and name == "embed" else format
+            chosen = (
+                "f32" if name.endswith((".router", ".shared_gate")) else embed if embed and name == "embed" else format
+            )
             found[name] = packed(rows, chosen, group, pool)
         else:
             found[name] = (by_turns(values) if name.endswith(".gate_up.bias") else values).reshape(-1)

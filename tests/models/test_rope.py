@@ -82,7 +82,8 @@ def test_rope_tables_are_those_of_transformers(kind: str, theta: float) -> None:
         assert spec.long_scale == spec.scale
 
 
-@pytest.mark.parametrize("name", DECODERS)
+# transformers keeps the ropes of these elsewhere; the golden tests compare their logits past every trained context.
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("mistral3", "olmo3")])
 def test_ropes_of_tiny_models_are_those_of_transformers(name: str, tiny: Tiny) -> None:
     spec = spec_of(saved_config(tiny(name)))
     if "gemma3" in name:

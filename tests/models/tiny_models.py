@@ -572,7 +572,8 @@ TINY |= {
 }
 DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
 # Those whose layers `headrace compress` computes.
-COMPRESSIBLE = tuple(name for name in DECODERS if name not in ("qwen2-moe", "glm4-moe", "cohere", "cohere2"))
+UNCOMPRESSED = ("qwen2-moe", "glm4-moe", "cohere", "cohere2", "glm", "glm4", "ernie", "granite-moe")
+COMPRESSIBLE = tuple(name for name in DECODERS if name not in UNCOMPRESSED)
 ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
 RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)
 

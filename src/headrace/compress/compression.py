@@ -81,6 +81,14 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             "int8 or int4 instead.",
             parameter="model",
         )
+    if any(
+        part.index is not None and part.name.endswith(".weight") for parts in folder.sources.values() for part in parts
+    ):
+        raise RequestError(
+            f"{folder.spec.architecture} keeps all experts of a layer in one tensor, which `headrace compress` cannot "
+            "write yet. Serve it with --weights int8 or int4 instead.",
+            parameter="model",
+        )
     if any(part.pairs for parts in folder.sources.values() for part in parts):
         raise RequestError(
             f"{folder.spec.architecture} keeps the rows of queries and keys in pairs, which `headrace compress` cannot "

@@ -373,7 +373,7 @@ def test_sums_that_cannot_be_read_are_not_waited_for_without_end(tmp_path: Path,
 
 def test_a_full_disk_keeps_charges_until_there_is_room(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ledger_in(tmp_path, bounds=behind(), limit_bytes=160_000) as opened:
+        async with ledger_in(tmp_path, bounds=behind(), limit_bytes=280_000) as opened:
             number = 0
             while not opened.counts["write_failed"]:
                 await opened.exchange(f"filler {number} {'x' * 300}", surface="s" * 150)

@@ -400,18 +400,20 @@ def test_a_thousand_clients_of_two_gateways_never_overspend(
             ):
                 stop = asyncio.Event()
                 proxy.delay_s = 0.03 if fault == "slow" else 0.0
-                clients = [
-                    asyncio.create_task(client(each, f"{name} {number}", stop))
-                    for number in range(500)
-                    for name, each in (("one", one), ("two", two))
-                ]
+                clients_of = [(one, list[asyncio.Task[None]]()), (two, list[asyncio.Task[None]]())]
+                for number in range(500):
+                    for each, tasks in clients_of:
+                        tasks.append(asyncio.create_task(client(each, f"{id(each)} {number}", stop)))
+                clients = [task for _, tasks in clients_of for task in tasks]
                 match fault:
                     case "frozen":
-                        while not one.counts["admitted"]:
+                        while not (one.counts["admitted"] or two.counts["admitted"]):
                             await asyncio.sleep(0)
                         proxy.freeze()
-                        while not (one.ledger.statistics().down and two.ledger.statistics().down):
-                            await asyncio.sleep(0.05)
+                        # A gateway that knew the budget as spent before asks no more, and notices nothing.
+                        for each, tasks in clients_of:
+                            while not (each.ledger.statistics().down or all(task.done() for task in tasks)):
+                                await asyncio.sleep(0.05)
                         stop.set()  # before it answers again: what was leased was served, and no more
                         await asyncio.gather(*clients)
                         proxy.resume()

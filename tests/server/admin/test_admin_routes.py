@@ -60,7 +60,6 @@ PATHS = (
     ("POST", "canary"),
     ("POST", "canary/promote"),
     ("POST", "canary/rollback"),
-    ("POST", "reload"),
     ("GET", "pins"),
     ("POST", "pins"),
     ("DELETE", "pins/pin_0"),

@@ -6,6 +6,8 @@ add it to FAMILIES and give it a golden test.
 
 from __future__ import annotations
 
+import difflib
+
 from msgspec.structs import replace
 
 from headrace.errors import ModelError
@@ -114,8 +116,14 @@ def family_of(config: ConfigJson) -> Family:
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"Unknown architecture {architecture[:80]!r}. Headrace supports {supported}.", path=config.path)
+    known = [name for family in FAMILIES for name in family.architectures]
+    close = difflib.get_close_matches(architecture[:80], known, n=6, cutoff=0.5)
+    named = ", ".join(dict.fromkeys((*close, "LlamaForCausalLM", "Qwen3ForCausalLM", "BertModel")))
+    raise ModelError(
+        f"Unknown architecture {architecture[:80]!r}. Headrace supports {len(known)} others, such as {named}; "
+        "docs/reference/models.md lists them.",
+        path=config.path,
+    )
 
 
 def model_spec(config: ConfigJson) -> ModelSpec:

@@ -19,7 +19,7 @@ from headrace.config.upstream_section import (
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import SourceText, TextRequest, Tool
+from headrace.gateway.requests.text_request import PipelineOptions, SourceText, TextRequest, Tool
 from headrace.gateway.serving.upstream_answers.upstream_request import (
     FIELD_HANDLING,
     UpstreamRequest,
@@ -92,6 +92,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "overflow": ({"overflow": "drop"}, None),
     "seeded": ({"seeded": True}, None),
     "degrade": ({"degrade": "off"}, None),
+    "pipeline": ({"pipeline": PipelineOptions(filters={"year": 2026})}, None),
     "sampling": ({"sampling": SamplingParams(temperature=0.5)}, None),
     "temperature": ({"sampling": SamplingParams(temperature=0.5)}, None),
     "top_k": ({"sampling": SamplingParams(top_k=5)}, "top_k"),

@@ -62,6 +62,7 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "overflow": "done here: the messages are already shortened",
     "seeded": "done here: it decides whether an answer may be cached",
     "degrade": "done here: before anything is sent",
+    "pipeline": "done here: pipelines run in this server",
     "sampling": "each of its fields",
     "temperature": "sent",
     "top_k": "sent",
