@@ -56,6 +56,11 @@ COMMANDS = {
     "tune": "Find the settings that serve your traffic fastest on this machine, and prove each.",
 }
 
+_PACKAGES = {
+    "admin": "admin.",
+    **dict.fromkeys(("canary", "gate", "recordings", "replay", "shadows", "techniques"), "lab."),
+}
+
 app = App(
     name="headrace",
     help="Serve large language models with low latency.",
@@ -66,7 +71,7 @@ app = App(
 )
 for _name, _help in COMMANDS.items():
     _function = _name.replace("-", "_")
-    app.command(f"headrace.cli.{_function}:{_function}", name=_name, help=_help)
+    app.command(f"headrace.cli.{_PACKAGES.get(_name, '')}{_function}:{_function}", name=_name, help=_help)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

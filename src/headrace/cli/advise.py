@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.bench.advice import LEAST_REQUESTS, Observed
 from headrace.bench.advice import advise as advise_on
-from headrace.cli.admin_client import DEFAULT_TARGET, AdminTarget, printable, request_json
+from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, printable, request_json
 
 _COLUMNS: Final = 100
 

@@ -19,8 +19,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.admin_client import path_segment, printable, request_json
-from headrace.cli.admin_output import print_json, print_list, print_one
+from headrace.cli.admin.admin_client import path_segment, printable, request_json
+from headrace.cli.admin.admin_output import print_json, print_list, print_one
 from headrace.errors import HeadraceError, RequestError
 from headrace.pipelines.collections.document_source import SUFFIXES
 

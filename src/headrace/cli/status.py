@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.cli.admin_client import request, request_json
+from headrace.cli.admin.admin_client import request, request_json
 
 _TTFT: Final = "headrace_time_to_first_token_seconds_bucket"
 _TENANTS: Final = 10  # with the most output

@@ -23,7 +23,7 @@ from headrace.bench.tuning.search import LevelResult
 from headrace.bench.tuning.tune_report import TuneReport, interval_text, tune_html, tuned_toml
 from headrace.bench.tuning.tuning import Origin, TuneOptions
 from headrace.bench.tuning.tuning import tune as run_tuning
-from headrace.cli.tune_cascade import cascade
+from headrace.cli.lab.tune_cascade import cascade
 from headrace.errors import RequestError
 from headrace.lab.tuning.answers_gate import answers_gate
 from headrace.models.formats.atomic_file import new_file

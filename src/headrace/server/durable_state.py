@@ -11,13 +11,13 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.pipelines.collections.collections import Collections
 from headrace.pipelines.pipelines import Pipelines
-from headrace.server.api.background_responses import BackgroundResponses
 from headrace.server.api.batches.batch_runner import BatchRunner
 from headrace.server.api.batches.batches import Batches
 from headrace.server.api.conversations.conversation_store import ConversationStore
 from headrace.server.api.files import FileStore
-from headrace.server.api.response_history import ResponseHistory
 from headrace.server.api.response_store import ResponseStore
+from headrace.server.api.responses.background_responses import BackgroundResponses
+from headrace.server.api.responses.response_history import ResponseHistory
 from headrace.server.endpoint_context import EndpointContext
 
 log: Final = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from headrace.server.api import (
     metered_endpoint,
     model_endpoints,
     request_endpoints,
-    response_endpoints,
     tokenize,
 )
 from headrace.server.api.batches import batch_endpoints, message_batch_endpoints
 from headrace.server.api.conversations import conversation_endpoints
 from headrace.server.api.ollama import ollama_endpoints
 from headrace.server.api.pipelines import pipeline_endpoints
+from headrace.server.api.responses import response_endpoints
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.route_table import Route

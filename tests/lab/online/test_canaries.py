@@ -118,7 +118,7 @@ async def test_a_good_candidate_is_promoted_in_its_stages(tmp_path: Path) -> Non
         await running.did("POST", "canary", {"candidate": "mini@new", "stages": [30, 60]})
         phases: list[tuple[str, float]] = []
         for _ in range(12):
-            await ask_many(running, 12)
+            await ask_many(running, 40)  # conversations: of a dozen, none may fall into the share
             await canaries.look()
             [shown] = (await running.did("GET", "canary"))["data"]
             if not phases or phases[-1] != (shown["phase"], shown["percent"]):

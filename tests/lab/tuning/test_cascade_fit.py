@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from headrace.cli.tune_cascade import cascade_toml
+from headrace.cli.lab.tune_cascade import cascade_toml
 from headrace.errors import RequestError
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE

@@ -13,7 +13,7 @@ from headrace.gateway.requests.text_request import TextRequest
 from headrace.server.api.chat_completions import read_chat_request
 from headrace.server.api.completions import read_completion_request
 from headrace.server.api.messages import read_message_request
-from headrace.server.api.responses import read_response_request
+from headrace.server.api.responses.responses import read_response_request
 from headrace.server.http.unknown_fields import UnknownFields
 from tests.support.running_server import CHAT, asynchronous, serving, tokenizer, words
 

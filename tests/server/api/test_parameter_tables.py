@@ -15,11 +15,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.server.api import chat_completions as chat
-from headrace.server.api import completions, messages_parameters, responses_parameters, vectors
+from headrace.server.api import completions, messages_parameters, vectors
 from headrace.server.api import tokenize as tokens
 from headrace.server.api.batches.batch_endpoints import BATCH_PARAMETERS
 from headrace.server.api.common_parameters import extra_fields
 from headrace.server.api.ollama import ollama_parameters
+from headrace.server.api.responses import responses_parameters
 from headrace.server.http.body_parameters import (
     Parameter,
     ParameterTable,

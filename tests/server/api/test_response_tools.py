@@ -11,7 +11,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, ToolCall
 from headrace.server.api.response_tools import ResponseTools, read_tools
-from headrace.server.api.responses import output_items, read_response_request
+from headrace.server.api.responses.responses import output_items, read_response_request
 from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace import __version__
-from headrace.cli.admin_client import printable
-from headrace.cli.admin_output import print_table
+from headrace.cli.admin.admin_client import printable
+from headrace.cli.admin.admin_output import print_table
 from headrace.cli.doctor.check_result import CheckResult, fail, ok
 from headrace.cli.doctor.memory_checks import check_huge_pages, check_memory_of
 from headrace.cli.doctor.processor_checks import check_cores, check_governor, check_processor

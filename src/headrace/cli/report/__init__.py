@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from headrace.cli.admin_client import request_json
+from headrace.cli.admin.admin_client import request_json
 from headrace.errors import HeadraceError, RequestError
 
 _UNITS: Final = {"h": 3600, "d": 86_400, "w": 7 * 86_400}

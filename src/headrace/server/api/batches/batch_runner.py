@@ -12,8 +12,8 @@ from headrace.server.api.chat_completions import CHAT_DIALECT
 from headrace.server.api.completions import COMPLETION_DIALECT
 from headrace.server.api.messages import MESSAGES_DIALECT
 from headrace.server.api.metered_endpoint import run_prepared
-from headrace.server.api.response_history import KeptAnswer, ResponseHistory
-from headrace.server.api.responses import read_response_request
+from headrace.server.api.responses.response_history import KeptAnswer, ResponseHistory
+from headrace.server.api.responses.responses import read_response_request
 from headrace.server.api.text_endpoint import answer_in_full
 from headrace.server.api.vectors import METERED_CALLS
 from headrace.server.endpoint_context import EndpointContext

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.cli.admin import DEFAULT_TARGET, AdminTarget
-from headrace.cli.admin_client import printable, request_json
-from headrace.cli.admin_output import print_json
+from headrace.cli.admin.admin import DEFAULT_TARGET, AdminTarget
+from headrace.cli.admin.admin_client import printable, request_json
+from headrace.cli.admin.admin_output import print_json
 
 _WIDTH = 100
 

@@ -22,8 +22,8 @@ import structlog
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
-from headrace.server.api.response_history import KeptAnswer, ResponseHistory
-from headrace.server.api.responses import ResponseRequest, failed_response, response_shell
+from headrace.server.api.responses.response_history import KeptAnswer, ResponseHistory
+from headrace.server.api.responses.responses import ResponseRequest, failed_response, response_shell
 from headrace.server.api.text_endpoint import answer_in_full, answer_into
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import GoneError

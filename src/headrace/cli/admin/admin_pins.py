@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from headrace.cli.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, request_json
-from headrace.cli.admin_output import print_list, print_one
+from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, request_json
+from headrace.cli.admin.admin_output import print_list, print_one
 from headrace.errors import RequestError
 
 

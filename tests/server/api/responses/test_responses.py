@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage
-from headrace.server.api.responses import (
+from headrace.server.api.responses.responses import (
     ResponseRequest,
     ResponseStream,
     output_items,
@@ -22,7 +22,7 @@ from headrace.server.api.responses import (
     response_body,
     with_history,
 )
-from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
+from headrace.server.api.responses.responses_parameters import RESPONSE_PARAMETERS
 from headrace.server.http import body_parameters as parameters
 from tests.support.dialect_exchanges import USAGE, Wire, called, events_of, exchange_for, streamed, tokenizer, whole
 

@@ -18,9 +18,16 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from headrace.cli import admin_pins
-from headrace.cli.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
-from headrace.cli.admin_output import print_budgets, print_feedback, print_json, print_list, print_one, print_usage
+from headrace.cli.admin import admin_pins
+from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
+from headrace.cli.admin.admin_output import (
+    print_budgets,
+    print_feedback,
+    print_json,
+    print_list,
+    print_one,
+    print_usage,
+)
 from headrace.errors import HeadraceError, RequestError
 
 _PAGE_ROWS: Final = 1000  # audit rows per request

@@ -49,7 +49,7 @@ from headrace.server.api.response_items import (
     reasoning_item,
 )
 from headrace.server.api.response_tools import ResponseToolChoice, ResponseTools, read_tool_choice, read_tools
-from headrace.server.api.responses_parameters import (
+from headrace.server.api.responses.responses_parameters import (
     LOGPROBS,
     RESPONSE_PARAMETERS,
     ConversationReference,

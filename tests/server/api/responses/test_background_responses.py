@@ -10,8 +10,8 @@ import pytest
 from headrace.config import KeyConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.observe import metrics
-from headrace.server.api import background_responses
-from headrace.server.api.background_responses import EventLog
+from headrace.server.api.responses import background_responses
+from headrace.server.api.responses.background_responses import EventLog
 from tests.support.running_server import (
     Answer,
     Running,

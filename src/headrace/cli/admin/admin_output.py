@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.admin_client import printable
+from headrace.cli.admin.admin_client import printable
 
 _COLUMNS: Final = 100  # width of tables that are not printed on a terminal; longer cells are wrapped
 _MICROS: Final = 1_000_000  # of one unit of the currency

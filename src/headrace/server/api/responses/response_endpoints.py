@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from headrace.gateway.api_errors import invalid_request
-from headrace.server.api.background_responses import BackgroundResponses, EventLog
 from headrace.server.api.list_query import parse_list_query
-from headrace.server.api.response_history import KeptAnswer, ResponseHistory
-from headrace.server.api.responses import read_response_request
-from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
+from headrace.server.api.responses.background_responses import BackgroundResponses, EventLog
+from headrace.server.api.responses.response_history import KeptAnswer, ResponseHistory
+from headrace.server.api.responses.responses import read_response_request
+from headrace.server.api.responses.responses_parameters import RESPONSE_PARAMETERS
 from headrace.server.api.text_endpoint import answer_call
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response

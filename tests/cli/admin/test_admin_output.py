@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.admin_output import _amounts, print_budgets, print_usage  # pyright: ignore[reportPrivateUsage]
+from headrace.cli.admin.admin_output import _amounts, print_budgets, print_usage  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.cli.replay import api_key, show_progress
+from headrace.cli.lab.replay import api_key, show_progress
 from headrace.errors import RequestError
 from headrace.lab.answering.encoder import open_encoder
 from headrace.lab.answering.model_server import AnswererSpec, parse_spec

@@ -317,7 +317,7 @@ async def test_the_audit_log_is_shown_and_verified(terminal: Terminal, tmp_path:
 async def test_a_long_audit_log_is_verified_page_by_page(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.cli.admin._PAGE_ROWS", 3)
+    monkeypatch.setattr("headrace.cli.admin.admin._PAGE_ROWS", 3)
     async with administered(tmp_path, admin=AdminConfig(audit_rows=20, poll_s=3600.0)) as running:
         terminal.url = running.url
         for number in range(30):
@@ -400,7 +400,7 @@ def test_secrets_are_found_in_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_every_command_and_flag_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     group = app["admin"]
     names = [name for name in group if not name.startswith("-")]
     assert len(names) > 12

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.cli.admin_client import path_segment, printable, request_json
+from headrace.cli.admin.admin_client import path_segment, printable, request_json
 
 _WIDTH = 110
 

@@ -16,7 +16,7 @@ from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.serving.exchange import Exchange
 from headrace.server.api.conversations.conversation_store import ConversationStore
 from headrace.server.api.response_store import ResponseStore
-from headrace.server.api.responses import (
+from headrace.server.api.responses.responses import (
     UNFINISHED,
     ResponseRequest,
     ResponseStream,
@@ -24,7 +24,7 @@ from headrace.server.api.responses import (
     unfinished_items,
     with_history,
 )
-from headrace.server.api.responses_parameters import RESPONSE_PARAMETERS
+from headrace.server.api.responses.responses_parameters import RESPONSE_PARAMETERS
 from headrace.server.api.text_endpoint import Dialect
 
 log = structlog.stdlib.get_logger("headrace.responses")

@@ -1,0 +1,1 @@
+"""The commands that prove a variant before and while it gets traffic."""
