@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import COMMANDS, INTERRUPTED
+from headrace.cli import COMMANDS, INTERRUPTED, module_of
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds
@@ -158,7 +158,7 @@ def test_every_command_ends_on_an_interrupt_while_it_is_imported(tmp_path: Path)
                 sys.executable,
                 "-m",
                 "tests.support.interrupted_command",
-                f"import:headrace.cli.{name.replace('-', '_')}",
+                f"import:{module_of(name)}",
                 name,
             ],
             cwd=ROOT,

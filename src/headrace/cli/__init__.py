@@ -69,9 +69,15 @@ app = App(
     help_flags=["--help", "-h"],
     suppress_keyboard_interrupt=False,
 )
+
+
+def module_of(command: str) -> str:
+    """Return the name of the module that has a command."""
+    return f"headrace.cli.{_PACKAGES.get(command, '')}{command.replace('-', '_')}"
+
+
 for _name, _help in COMMANDS.items():
-    _function = _name.replace("-", "_")
-    app.command(f"headrace.cli.{_PACKAGES.get(_name, '')}{_function}:{_function}", name=_name, help=_help)
+    app.command(f"{module_of(_name)}:{_name.replace('-', '_')}", name=_name, help=_help)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
