@@ -149,7 +149,8 @@ async def test_another_replica_goes_on_with_what_a_killed_one_had(
             await asyncio.sleep(0.01)
         found = await answered(client, lambda count: kill(supervisor, int(count > 1000)), (300, 1500))
         assert_same(found, undisturbed)
-        assert supervisor.restarts[0] == 1
+        while supervisor.restarts[0] != 1:  # the other replica may have finished the streams first
+            await asyncio.sleep(0.01)
 
 
 @asynchronous
@@ -179,7 +180,8 @@ async def test_the_streams_of_a_frozen_worker_continue_on_another_replica(
             await asyncio.sleep(0.01)
         found = await answered(client, lambda _: kill(supervisor, how=signal.SIGSTOP), (500,))
         assert_same(found, undisturbed)
-        assert supervisor.restarts == [1, 0]
+        while supervisor.restarts != [1, 0]:  # the other replica may have finished the streams first
+            await asyncio.sleep(0.01)
 
 
 @asynchronous
