@@ -37,7 +37,8 @@ def start(folder: Path, *flags: str) -> Server:
     environment |= {"HEADRACE_STORAGE_FOLDER": str(folder / "storage"), "NO_COLOR": "1"}
     if "HEADRACE_CACHE" in os.environ:
         environment["HEADRACE_CACHE"] = os.environ["HEADRACE_CACHE"]
-    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", "--threads", "1", *flags]
+    threads = () if flags[:1] == ("--config",) else ("--threads", "1")  # where the command names the model
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *threads, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment)
     deadline = time.monotonic() + START_S

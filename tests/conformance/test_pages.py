@@ -152,24 +152,119 @@ def test_the_dashboard_can_be_paused_and_read_by_keyboard(server: Server, opened
     assert "answered" in page.locator("#tip").inner_text()
 
 
-def test_with_keys_the_dashboard_needs_an_administrators(
-    starting: Callable[..., Server], tmp_path: Path, opened: Callable[..., Any]
-) -> None:
-    config = tmp_path / "headrace.toml"
-    config.write_text('[[keys]]\nname = "ops"\nkey = "key-of-ops"\nadmin = "write"\n\n[fast]\nmax_tokens = 50\n')
-    url = starting("mini", "--config", str(config)).url
-    page = opened(url, fails=True)
+CONFIG = """
+[[keys]]
+name = "ops"
+key = "key-of-ops"
+admin = "write"
+
+[models.mini.options]
+threads = 1
+
+[models.mini.variants.int4]
+weights = "int4"
+
+[fast]
+max_tokens = 50
+
+[routing.shadows.check]
+variant = "mini@int4"
+share = 1.0
+
+[drift]
+share = 1.0
+
+[canary]
+pairs = 1.0
+queue = 256
+every_s = 0.2
+"""
+
+
+@pytest.fixture(scope="module")
+def administered(starting: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    config = tmp_path_factory.mktemp("administered") / "headrace.toml"
+    config.write_text(CONFIG)
+    return starting("--config", str(config))
+
+
+def enter_key(page: Any) -> None:
     page.wait_for_selector("#problem:not([hidden])")
-    assert page.locator("#now").inner_text() == ""
     page.click("#key-button")
     page.fill("#key", "key-of-ops")
     page.press("#key", "Enter")
     page.wait_for_selector("#state.live")
+
+
+def chat(server: Server, number: int) -> str:
+    """Ask in a conversation of its own; return the variant that answered."""
+    body = {
+        "messages": [{"role": "user", "content": f"What is paging? {number}"}],
+        "max_tokens": 4,
+        "metadata": {"conversation": str(number)},
+    }
+    headers = {"authorization": "Bearer key-of-ops"}
+    answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["model"]
+
+
+def test_with_keys_the_dashboard_needs_an_administrators(administered: Server, opened: Callable[..., Any]) -> None:
+    page = opened(administered.url, fails=True)
+    page.wait_for_selector("#problem:not([hidden])")
+    assert page.locator("#now").inner_text() == ""
+    enter_key(page)
     page.click("text=Switch fast mode on")
     page.wait_for_selector("text=Fast mode is on for all tenants.")
     page.click("text=Switch fast mode off")
     page.wait_for_selector("text=Fast mode is off.")
     assert "key-of-ops" not in page.content()
+
+
+def test_a_canary_is_started_watched_and_rolled_back_in_the_lab(
+    administered: Server, opened: Callable[..., Any]
+) -> None:
+    page = opened(f"{administered.url}/lab", fails=True)
+    enter_key(page)
+    assert "No canary" in page.locator("#canaries").inner_text()
+    page.click("#start summary")
+    assert (page.input_value("#candidate"), page.input_value("#control")) == ("mini@int4", "mini")
+    page.fill("#stages", "no number")
+    page.click("#start-form button")
+    assert "ascending percentages" in page.locator("#start-error").inner_text()
+    page.fill("#stages", "50, 80")
+    page.fill("#start-reason", "half the memory")
+    page.click("#start-form button")
+    page.wait_for_selector(".phase.running")
+    assert page.locator(".steps .now").inner_text() == "50 %"
+    assert "half the memory" in page.locator(".why").inner_text()
+    assert {chat(administered, number) for number in range(12)} == {"mini", "mini@int4"}
+    rows = page.locator(".arms tbody tr")
+    requests = rows.filter(has_text="requests").locator("td")
+    sync_api.expect(requests.nth(0)).not_to_have_text("0", timeout=LONG_MS)
+    page.wait_for_selector(".arms tbody th:text-is('first token p95')")
+    assert page.locator(".arms thead th").all_inner_texts()[1:3] == ["mini", "mini@int4"]
+    sync_api.expect(page.locator("#shadows tbody td").nth(2)).not_to_have_text("0", timeout=LONG_MS)
+    if AXE.exists():
+        assert violations(page) == []
+    page.click("button:text-is('Roll back')")
+    page.fill("#end-reason", "tried enough")
+    page.click("#end-do")
+    page.wait_for_selector(".phase.rolled_back")
+    assert "Rolled back by ops" in page.locator(".why").inner_text()
+    assert "tried enough" in page.locator(".why").inner_text()
+    assert "rolled back" in page.locator("#announce").text_content()
+    assert {chat(administered, number) for number in range(6)} == {"mini"}
+    page.set_viewport_size({"width": 375, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: run make services")
+def test_the_lab_is_accessible(server: Server, opened: Callable[..., Any], theme: str) -> None:
+    page = opened(f"{server.url}/lab", color_scheme=theme)
+    page.wait_for_selector("#state.live")
+    assert violations(page) == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -12,6 +12,7 @@ async def test_pages_need_no_key_and_hold_no_data() -> None:
     async with serving(keys=(KeyConfig(name="site", key="key-of-site"),)) as running:
         for path, name in (
             ("/", "dashboard.html"),
+            ("/lab", "lab.html"),
             ("/playground", "playground.html"),
             ("/playground/", "playground.html"),
         ):

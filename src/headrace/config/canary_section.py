@@ -22,6 +22,7 @@ class CanaryConfig(Section, frozen=True):
     every_s: Seconds = 10.0  # evaluation period; a breach is rolled back within it
     alpha: Annotated[float, Meta(gt=0, le=0.5)] = 0.05  # chance that a candidate as good as the control is rolled back
     slower: Tolerance = 0.1  # share by which the candidate may be slower: ttft, itl, e2e
+    dearer: Tolerance = 0.1  # share by which the candidate's mean cost of a request may be higher
     worse: Tolerance = 0.02  # by which quality, feedback and failed checks may be worse, 0 to 1
     failures: Tolerance = 0.01  # by which the share of failed requests may be higher
     reference: Text | None = None  # variant that quality is measured against; default: quality is not measured

@@ -56,7 +56,7 @@ def all_routes(
         *pin_routes.routes(administration, context),
         *reload_route.routes(administration, context),
         *live_routes.routes(administration, context),
-        *lab_routes.routes(administration, lab),
+        *lab_routes.routes(administration, lab, currency=context.config.ledger.currency),
         *history_routes.routes(administration, context),
         *collection_endpoints.routes(context, durable.collections, durable.files),
         *canary_routes.routes(administration, lab, processes=context.config.server.processes),

@@ -1,4 +1,4 @@
-"""`/` and `/playground`: the pages of headrace.observe.web, for browsers.
+"""`/`, `/lab` and `/playground`: the pages of headrace.observe.web, for browsers.
 
 The pages hold no data and need no key; what they show they fetch with the key that the reader enters. By default they
 are served to this machine only.
@@ -25,6 +25,7 @@ _HEADERS: Final = {
 }
 _PAGES: Final = {
     "/": ("dashboard.html", "The dashboard, for browsers."),
+    "/lab": ("lab.html", "Canaries, shadows and drift, for browsers."),
     "/playground": ("playground.html", "The playground, for browsers."),
 }
 

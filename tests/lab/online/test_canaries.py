@@ -139,6 +139,20 @@ async def test_proof_is_awaited_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_the_lab_shows_all_that_is_on_trial_at_once(tmp_path: Path) -> None:
+    async with trying(tmp_path) as (running, _, _):
+        empty = await running.did("GET", "lab")
+        assert (empty["canaries"], empty["shadows"], empty["quality"], empty["drift"]) == ([], [], [], None)
+        assert empty["variants"] == ["mini", "mini@golden", "mini@new"]
+        assert empty["canary"]["stages"] == [5.0, 25.0, 50.0]
+        await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
+        await ask_many(running, 8)
+        lab = await running.did("GET", "lab")
+        assert lab["canaries"] == (await running.did("GET", "canary"))["data"]
+        assert (await running.admin("GET", "lab", key="caller-secret")).status == 403
+
+
+@asynchronous
 async def test_administrators_promote_and_roll_back(tmp_path: Path) -> None:
     async with trying(tmp_path) as (running, _, _):
         assert (await running.refused("POST", "canary/promote"))[:2] == (404, "no_canary")

@@ -36,7 +36,22 @@ def test_equal_arms_are_proven_and_shown_side_by_side() -> None:
     for arm in ("control", "candidate"):
         assert 0.85 < found[arm]["quality"] < 0.95
         assert 100 < found[arm]["latency"]["ttft"]["p50_ms"] < 170
-    assert found["needed_evidence"] == 140.0  # 7 measures share the level of 5 %
+    assert found["needed_evidence"] == 160.0  # 8 measures share the level of 5 %
+
+
+def test_a_dearer_candidate_is_a_breach_and_free_answers_are_not_compared() -> None:
+    evidence, random_ = CanaryEvidence("one", BOUNDS), random.Random(4)
+    for _ in range(600):
+        evidence.note_answer("control", output_tokens=10, micros=random_.randint(80, 120))
+        evidence.note_answer("candidate", output_tokens=10, micros=random_.randint(120, 180))
+    assert [each.measure for each in evidence.breaches()] == ["cost"]
+    assert CanaryEvidence.unpack("one", BOUNDS, evidence.pack()).as_json() == evidence.as_json()
+    assert CanaryEvidence.unpack("one", CanaryBounds(dearer=0.9), evidence.pack()).breaches() == []
+    free = CanaryEvidence("two", BOUNDS)
+    for _ in range(100):
+        free.note_answer("control", output_tokens=10, micros=0)
+        free.note_answer("candidate", output_tokens=10, micros=0)
+    assert free.as_json()["measures"] == []
 
 
 def test_nothing_is_proven_without_measurements() -> None:

@@ -8,7 +8,8 @@ import random
 import msgspec
 import pytest
 
-from headrace.lab.online.sequential import BettingTest, RateComparison, TailComparison, is_decided
+from headrace.lab.online.canary_evidence import MEASURES
+from headrace.lab.online.sequential import BettingTest, MeanComparison, RateComparison, TailComparison, is_decided
 
 ALPHA = 0.05
 
@@ -51,6 +52,39 @@ def test_equal_durations_raise_no_more_alarms_than_stated_in_1000_trials() -> No
     assert alarms <= 50
 
 
+def test_equal_costs_raise_no_more_alarms_than_stated_in_400_trials() -> None:
+    alarms = 0
+    for seed in range(400):
+        random_ = random.Random(seed)
+        comparison = MeanComparison(0.0)
+        for _ in range(200):
+            cost = random_.lognormvariate(5.0, 0.7)
+            (comparison.candidate if random_.random() < 0.5 else comparison.control)(cost)
+        alarms += is_decided(comparison.breach, ALPHA)
+    assert alarms <= 20
+
+
+def test_a_candidate_that_is_30_percent_dearer_is_found_and_equal_costs_are_proven() -> None:
+    found: list[int] = []
+    for seed in range(9):
+        random_ = random.Random(seed)
+        dearer, equal = MeanComparison(0.1), MeanComparison(0.1)
+        for number in range(4000):
+            if number % 2:
+                dearer.control(random_.lognormvariate(5.0, 0.5))
+                equal.control(100.0)
+            else:
+                dearer.candidate(1.3 * random_.lognormvariate(5.0, 0.5))
+                equal.candidate(100.0)
+            if is_decided(dearer.breach, ALPHA / MEASURES):
+                found.append(number // 2)
+                break
+        assert is_decided(equal.proof, ALPHA / MEASURES) or number < 1000
+        assert not is_decided(equal.breach, ALPHA / MEASURES)
+    assert len(found) == 9
+    assert max(found) <= 1500
+
+
 def test_a_change_of_load_that_hits_both_arms_is_no_breach() -> None:
     random_ = random.Random(1)
     comparison = TailComparison.of(0.0)
@@ -71,7 +105,7 @@ def found_after(slower: float, share: float, spread: float, seed: int, *, most: 
             comparison.candidate(seconds * slower)
         else:
             comparison.control(seconds)
-        if is_decided(comparison.breach, ALPHA / 7):
+        if is_decided(comparison.breach, ALPHA / MEASURES):
             return candidates
     return most
 
@@ -91,7 +125,7 @@ def test_5_points_of_quality_are_found_within_1000_pairs() -> None:
             control = min(1.0, max(0.0, random_.gauss(0.85, 0.1)))
             candidate = min(1.0, max(0.0, random_.gauss(0.80, 0.1)))
             comparison.pair(1.0 - control, 1.0 - candidate)
-            if is_decided(comparison.breach, ALPHA / 7):
+            if is_decided(comparison.breach, ALPHA / MEASURES):
                 found.append(number + 1)
                 break
     assert len(found) == 20

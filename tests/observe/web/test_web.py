@@ -8,7 +8,7 @@ import pytest
 
 from headrace.observe.web import CONTENT_POLICY, web_file, web_files, web_text
 
-PAGES = ("dashboard.html", "playground.html")
+PAGES = ("dashboard.html", "lab.html", "playground.html")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -141,7 +141,7 @@ def _arms(evidence: dict[str, Any]) -> Table:
         ("feedback", "feedback", [_plain(arm["feedback"]) for arm in arms]),
     ]
     rows += [(f"{name} p95", name, [_p95(arm["latency"].get(name)) for arm in arms]) for name in ("ttft", "itl", "e2e")]
-    rows.append(("micros per request", "", [_plain(arm["micros_per_request"]) for arm in arms]))
+    rows.append(("micros per request", "cost", [_plain(arm["micros_per_request"]) for arm in arms]))
     for title, measure, (control, candidate) in rows:
         verdict = verdicts.get(measure)
         cells = (

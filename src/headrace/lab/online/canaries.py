@@ -90,15 +90,12 @@ class Canaries:
         expected = record.candidate if arm == "candidate" else control
         failed = finished.error is not None or exchange.served.name != expected
         self._remember(exchange.id, (control, record.run, arm))
-        sums = evidence.arms[arm]
-        sums.requests += 1
+        evidence.arms[arm].requests += 1
         evidence.note_rate(arm, "failures", float(failed))
         if failed or not finished.is_complete:
             return
         self._note_durations(evidence, arm, exchange)
-        sums.priced += 1
-        sums.output_tokens += exchange.usage.output_tokens
-        sums.micros += self._price(exchange)
+        evidence.note_answer(arm, output_tokens=exchange.usage.output_tokens, micros=self._price(exchange))
         check = failed_check(finished.choices, exchange)
         if check is not None:
             evidence.note_rate(arm, "checks", float(bool(check)))
@@ -228,7 +225,13 @@ class Canaries:
 
     def _bounds(self) -> CanaryBounds:
         config = self.config
-        return CanaryBounds(alpha=config.alpha, slower=config.slower, worse=config.worse, failures=config.failures)
+        return CanaryBounds(
+            alpha=config.alpha,
+            slower=config.slower,
+            dearer=config.dearer,
+            worse=config.worse,
+            failures=config.failures,
+        )
 
     # Remembering
 

@@ -11,18 +11,20 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from headrace.lab.online.sequential import RateComparison, TailComparison, is_decided
+from headrace.lab.online.sequential import MeanComparison, RateComparison, TailComparison, is_decided
 from headrace.observe.latency.sketch import Sketch
 
 Arm = Literal["control", "candidate"]
 ARMS: Final[tuple[Arm, ...]] = ("control", "candidate")
 DURATIONS: Final = ("ttft", "itl", "e2e")
 RATES: Final = ("failures", "checks", "feedback", "quality")
+MEASURES: Final = len(DURATIONS) + len(RATES) + 1  # and the cost
 
 
 class CanaryBounds(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 0.05
     slower: float = 0.1  # share
+    dearer: float = 0.1  # share
     worse: float = 0.02  # quality, feedback, checks: from 0 to 1
     failures: float = 0.01
 
@@ -106,11 +108,12 @@ class CanaryEvidence:
         tolerances = {"failures": bounds.failures}
         self.rates = {name: RateComparison.of(tolerances.get(name, bounds.worse)) for name in RATES}
         self.durations = {name: TailComparison.of(bounds.slower) for name in DURATIONS}
+        self.cost = MeanComparison(bounds.dearer)
 
     @property
     def level(self) -> float:
         """Return the level of each single test."""
-        return self.bounds.alpha / (len(RATES) + len(DURATIONS))
+        return self.bounds.alpha / MEASURES
 
     def note_rate(self, arm: Arm, measure: str, value: float) -> None:
         """Take a value from 0, good, to 1."""
@@ -132,11 +135,20 @@ class CanaryEvidence:
         comparison = self.durations[measure]
         (comparison.control if arm == "control" else comparison.candidate)(seconds)
 
+    def note_answer(self, arm: Arm, *, output_tokens: int, micros: int) -> None:
+        """Take the size and the price of an answer. A free one, of a variant without a price, is not compared."""
+        sums = self.arms[arm]
+        sums.priced += 1
+        sums.output_tokens += output_tokens
+        sums.micros += micros
+        if micros:
+            (self.cost.control if arm == "control" else self.cost.candidate)(float(micros))
+
     def verdicts(self) -> list[Verdict]:
         level = self.level
         return [
             Verdict(name, is_decided(each.breach, level), is_decided(each.proof, level), each.breach, each.proof)
-            for name, each in (*self.rates.items(), *self.durations.items())
+            for name, each in (*self.rates.items(), *self.durations.items(), ("cost", self.cost))
         ]
 
     def breaches(self) -> list[Verdict]:
@@ -150,7 +162,7 @@ class CanaryEvidence:
 
     def _has_values(self, measure: str) -> bool:
         sums = self.arms["candidate"]
-        return measure in sums.rates or measure in sums.durations
+        return measure in sums.rates or measure in sums.durations or (measure == "cost" and sums.micros > 0)
 
     def pack(self) -> bytes:
         return msgspec.json.encode(
@@ -159,6 +171,7 @@ class CanaryEvidence:
                 "arms": {arm: sums.pack() for arm, sums in self.arms.items()},
                 "rates": {name: each for name, each in self.rates.items()},
                 "durations": {name: each.pack() for name, each in self.durations.items()},
+                "cost": self.cost,
             }
         )
 
@@ -171,6 +184,7 @@ class CanaryEvidence:
             if packed.get("run") != run:
                 return found
             rates = msgspec.convert(packed["rates"], dict[str, RateComparison])
+            cost = msgspec.convert(packed["cost"], MeanComparison)
             durations = {name: TailComparison.of(bounds.slower) for name in DURATIONS}
             for name, each in durations.items():
                 each.unpack(packed["durations"][name])
@@ -179,7 +193,10 @@ class CanaryEvidence:
             return found
         if any(found.rates[name].tolerance != each.tolerance for name, each in rates.items() if name in found.rates):
             return found
+        if cost.tolerance != bounds.dearer:
+            return found
         found.rates |= rates
+        found.cost = cost
         found.durations, found.arms = durations, arms
         return found
 

@@ -39,6 +39,11 @@ class CanaryOperations:
         self._shared = shared
         self._served = served
 
+    @property
+    def variants(self) -> list[str]:
+        """Return the names that a canary can be of."""
+        return sorted(self._served)
+
     def records(self) -> dict[str, CanaryRecord]:
         """Return all canaries by their control."""
         held = self._shared.held("canary").items()

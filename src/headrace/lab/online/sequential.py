@@ -9,9 +9,10 @@ After Waudby-Smith and Ramdas, "Estimating means of bounded random variables by 
 
 The comparisons turn two arms into such values. RateComparison takes values from 0 to 1 (failed or not). TailComparison
 takes durations: it asks at three quantiles of the control whether the candidate exceeds them more often, once its
-durations are divided by 1 + tolerance. Its thresholds come from earlier values only. Each has two tests: `breach` (the
-candidate is worse by more than the tolerance) and `proof` (it is not). Nearby values of the arms are compared with one
-another, so a change of load that hits both arms cancels out.
+durations are divided by 1 + tolerance. MeanComparison takes amounts such as costs, whose sum is what matters: it
+compares means, cut at a multiple of the control's. Thresholds and scales come from earlier values only. Each has two
+tests: `breach` (the candidate is worse by more than the tolerance) and `proof` (it is not). Nearby values of the arms
+are compared with one another, so a change of load that hits both arms cancels out.
 """
 
 from __future__ import annotations
@@ -187,6 +188,44 @@ class TailComparison(msgspec.Struct):
         self._refresh()
 
 
+class MeanComparison(msgspec.Struct):
+    """Compares the means of amounts above zero. An amount beyond three times the control's mean counts as that."""
+
+    tolerance: float  # share by which the candidate's mean may be higher
+    rates: RateComparison = msgspec.field(default_factory=lambda: RateComparison.of(0.0))
+    count: int = 0  # of the control's amounts
+    total: float = 0.0
+    scale: float = 0.0  # that amounts are divided by
+    scaled_at: int = 0
+
+    @property
+    def breach(self) -> float:
+        return self.rates.breach
+
+    @property
+    def proof(self) -> float:
+        return self.rates.proof
+
+    def control(self, value: float) -> None:
+        self._rescale()
+        if self.scale:
+            self.rates.control(min(1.0, value / self.scale))
+        self.count += 1
+        self.total += value
+
+    def candidate(self, value: float) -> None:
+        self._rescale()
+        if self.scale:
+            self.rates.candidate(min(1.0, value / (1.0 + self.tolerance) / self.scale))
+
+    def _rescale(self) -> None:
+        is_between = not any(self.rates.sums)  # both arms of a step have the same scale
+        if is_between and self.total and self.count >= max(_BURN_IN, self.scaled_at * _REFRESH):
+            self.scaled_at = self.count
+            self.scale = _CUT * self.total / self.count
+
+
+_CUT: Final = 3.0  # times the control's mean
 _MOST_WAITING: Final = 256  # values of one arm while there is none of the other
 
 

@@ -1,9 +1,9 @@
-"""What an administrator sees of the lab: shadows, and the quality of routes."""
+"""What an administrator sees of the lab: shadows, the quality of routes, drift, and all of it for the page `/lab`."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.lab.online.online_lab import OnlineLab
@@ -12,8 +12,34 @@ from headrace.server.admin.administration import Administration
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.route_table import Route
 
+_WEEK_DAYS: Final = 7
 
-def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
+
+def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> tuple[Route, ...]:
+    async def everything(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        canaries = lab.canaries
+        assert canaries is not None  # front processes relay the admin API
+        operations, config = canaries.operations, canaries.config
+        return {
+            "object": "lab",
+            "currency": currency,
+            "variants": operations.variants,
+            "canary": {
+                "stages": list(config.stages),
+                "unit": config.unit,
+                "promote": config.promote,
+                "slower": config.slower,
+                "dearer": config.dearer,
+                "worse": config.worse,
+                "failures": config.failures,
+            },
+            "canaries": [canaries.as_json(control) for control in operations.records()],
+            "shadows": [shadow.as_json() for shadow in lab.shadows.values()],
+            "quality": [each.as_json() for each in lab.route_quality()],
+            "drift": None if lab.drift is None else lab.drift.as_json(_WEEK_DAYS),
+        }
+
     async def shadows(call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})
         return {"object": "list", "data": [shadow.as_json() for shadow in lab.shadows.values()]}
@@ -36,7 +62,7 @@ def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
         return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
 
     async def drift(call: ApiCall) -> dict[str, Any]:
-        days = tables.query(call, {"days": int}).get("days", 7)
+        days = tables.query(call, {"days": int}).get("days", _WEEK_DAYS)
         if not 1 <= days <= 31:
             raise invalid_request("Invalid 'days'. Expected 1 to 31.", "days")
         if lab.drift is None:
@@ -58,6 +84,7 @@ def routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
     route = functools.partial(administration.route, open_here=True)
     about = "Export requests whose answer failed an online check, as a trace."
     return (
+        route("GET", "/admin/v1/lab", everything, "Show canaries, shadows, quality and drift at once."),
         administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),

@@ -21,8 +21,9 @@ window.headrace ??= {};
   const money = (micros, currency) =>
     micros === null || micros === undefined ? none : `${Math.abs(micros) < 1e6 ? (micros / 1e6).toLocaleString("en", { maximumSignificantDigits: 3 }) : number(micros / 1e6, 2)} ${currency}`.trim();
 
-  const meter = (share, text) => {
-    const bar = element("span", "meter" + (share <= 0 ? " out" : share < 0.2 ? " low" : ""));
+  // `plain`: a low share is no warning.
+  const meter = (share, text, plain = false) => {
+    const bar = element("span", "meter" + (plain ? "" : share <= 0 ? " out" : share < 0.2 ? " low" : ""));
     const fill = element("span");
     fill.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
     bar.append(fill);
