@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,6 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from headrace.models.synthetic.random_model import write_random_model
+
+# Before torch is imported, here and in every process that a test starts: its threads spin while they wait for each other,
+# and beside other work on the same cores a step of training takes minutes instead of milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests pass on a busy machine too: examples may take any time.
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
