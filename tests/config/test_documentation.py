@@ -36,6 +36,7 @@ from headrace.config import (
     ToolConfig,
     TracesConfig,
     UpstreamConfig,
+    WorkersConfig,
     names_of,
 )
 from headrace.config import breaker_section as breaker
@@ -61,6 +62,7 @@ ROW = re.compile(r"^\| `(\w+)` \|.*\| (.*?) \|$", re.MULTILINE)
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "Top level": Config,
     "`[collections]`": CollectionsConfig,
+    "`[workers]`": WorkersConfig,
     "`[models.NAME]`": ModelConfig,
     "`[[models.NAME.pins]]`": PinConfig,
     "`[models.NAME.options]`": Variant,

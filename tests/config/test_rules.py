@@ -44,6 +44,23 @@ from tests.support.config_text import mistakes
             "storage.files_bytes = 5\nstorage.file_bytes = 6",
             "storage.files_bytes: expected at least storage.file_bytes (6), found 5",
         ),
+        (
+            "models.a.workers = ['http://h:1']",
+            "models.a.workers[0]: expected an address such as tls://10.0.0.5:9000",
+        ),
+        ("models.a.workers = ['tcp://h:1']", "models.a.workers[0]: expected tls:// for a worker on another machine"),
+        (
+            "models.a.workers = ['tcp://127.0.0.1:1', 'tcp://127.0.0.1:1']",
+            "models.a.workers[1]: this address is already in the list",
+        ),
+        (
+            "models.a.workers = ['tls://h:1']\nworkers = {cert_file = 'c', key_file = 'k'}",
+            "workers.ca_file: missing: models.a.workers[0] needs TLS",
+        ),
+        (
+            "models.a = {workers = ['tcp://127.0.0.1:1'], upstream.url = 'http://h/v1'}",
+            "models.a.workers: expected no workers: an upstream serves this model",
+        ),
         ("server.cors_origins = ['https://a.example/']", "server.cors_origins[0]: expected"),
     ],
 )

@@ -54,6 +54,7 @@ COMMANDS = {
     "techniques": "List the techniques that may change an answer, and which of them a configuration uses.",
     "trace": "Print where the time of one request of a running server went.",
     "tune": "Find the settings that serve your traffic fastest on this machine, and prove each.",
+    "worker": "Run an engine for servers on other hosts, over TLS.",
 }
 
 _PACKAGES = {

@@ -45,6 +45,7 @@ from headrace.config.value_types import (
     Text,
     Weight,
 )
+from headrace.config.worker_section import WorkersConfig
 from headrace.errors import HeadraceError
 from headrace.surfaces import SurfaceOptions
 from headrace.variant import DEFAULT_MODEL, Variant
@@ -103,6 +104,7 @@ __all__ = [
     "TracesConfig",
     "UpstreamConfig",
     "Weight",
+    "WorkersConfig",
     "digest_of",
     "names_of",
     "upstreams_of",
@@ -152,7 +154,9 @@ class ModelConfig(Section, frozen=True):
 
     path: str = ""  # folder, GGUF file, bundled or downloaded model; empty: the model's own name
     aliases: tuple[Text, ...] = ()
-    replicas: Annotated[int, Meta(ge=1, le=64)] = 1
+    # Engine processes on this machine. Default: 1, and none if there are workers
+    replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
+    workers: tuple[Text, ...] = ()  # addresses of `headrace worker` on other hosts, such as tls://10.0.0.5:9000
     # Options of the unnamed variant: weights, kv, threads, context, speculation, ...
     options: Options = msgspec.field(default_factory=dict[str, Any])
     # More variants, named MODEL@NAME, each with the options that differ
@@ -168,6 +172,11 @@ class ModelConfig(Section, frozen=True):
     upstream: UpstreamConfig | None = None  # a server that answers instead of an engine
     # More upstreams, named MODEL@NAME
     upstreams: dict[str, UpstreamConfig] = msgspec.field(default_factory=dict[str, UpstreamConfig])
+
+    def local_replicas(self, *, plain: bool = True) -> int:
+        """Return how many engine processes of a variant run on this machine. `plain`: it is the one without a name,
+        which the workers on other hosts serve too."""
+        return self.replicas or int(not (self.workers and plain))
 
 
 class SurfaceConfig(Section, frozen=True):
@@ -246,6 +255,7 @@ class Config(Section, frozen=True):
     recording: RecordingConfig = RecordingConfig()
     safety: SafetyConfig = SafetyConfig()
     collections: CollectionsConfig = CollectionsConfig()
+    workers: WorkersConfig = WorkersConfig()
     log: LogConfig = LogConfig()
     observe: ObserveConfig = ObserveConfig()
     canary: CanaryConfig = CanaryConfig()

@@ -28,6 +28,7 @@ from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.supervisor import Supervisor, SupervisorTimeouts
 from headrace.engine.process.wire import WorkerConfig
+from headrace.engine.process.worker_address import WorkerTls
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm.interrupts import held_interrupts
 from headrace.llm.prompting import (
@@ -293,6 +294,9 @@ class AsyncLLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         replicas: int = 1,
+        workers: Sequence[str] = (),  # on other hosts, such as tls://10.0.0.5:9000
+        tls: WorkerTls | None = None,  # between this process and them
+        fingerprint: str = "",  # of the model's files, which every worker must have
         watch: SupervisorTimeouts | None = None,
         waits: ClientTimeouts | None = None,
         drain_seconds: float = 30.0,
@@ -300,7 +304,7 @@ class AsyncLLM:
         early: bool = False,  # workers load before `start`; then call `start` or `abandon`
         **options: Any,
     ) -> None:
-        if replicas < 1:
+        if replicas < (0 if workers else 1):
             raise RequestError(f"'replicas' must be at least 1, not {replicas}.", parameter="replicas")
         if options.get("threads") is None and replicas > 1:
             options["threads"] = max(1, usable_cores() // replicas)
@@ -308,7 +312,7 @@ class AsyncLLM:
         self.variant = Variant.of(str(folder.path), **options)
         self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
         self._width = folder.spec.vector_size
-        config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds)
+        config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds, fingerprint=fingerprint)
         self.supervisor = Supervisor([config] * replicas, watch=watch, progress=progress)
         if early:
             self.supervisor.begin()
@@ -323,7 +327,8 @@ class AsyncLLM:
         except BaseException:
             self.abandon()
             raise
-        self.client = EngineClient(self.supervisor.paths, waits=waits)
+        addresses = (*self.supervisor.paths, *workers)
+        self.client = EngineClient(addresses, tls=tls, fingerprint=fingerprint, waits=waits)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -333,10 +338,11 @@ class AsyncLLM:
         await self.close()
 
     async def start(self) -> None:
-        """Return when every replica can take requests."""
+        """Return when every replica of this machine can take requests. Workers on other hosts may come later."""
         await self.supervisor.start()
         self.client.start()
-        await self.client.ready(_CONNECT)
+        if self.supervisor.paths:
+            await self.client.ready(_CONNECT)
 
     def abandon(self) -> None:
         """Stop the workers of an object that was never started, in place of `close`."""

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
-from headrace.server.admin import canary_routes, history_routes, lab_routes, live_routes, pin_routes, reload_route
+from headrace.server.admin import (
+    canary_routes,
+    history_routes,
+    lab_routes,
+    live_routes,
+    pin_routes,
+    reload_route,
+    worker_routes,
+)
 from headrace.server.admin.administration import Administration
 from headrace.server.api import (
     capacity_endpoint,
@@ -55,6 +63,7 @@ def all_routes(
         *administration.routes(),
         *pin_routes.routes(administration, context),
         *reload_route.routes(administration, context),
+        *worker_routes.routes(administration, context),
         *live_routes.routes(administration, context),
         *lab_routes.routes(administration, lab, currency=context.config.ledger.currency),
         *history_routes.routes(administration, context),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import random
 
-from headrace.engine.process.replica_choice import PIECE, ReplicaRouter, prefix_keys
+from headrace.engine.process.replica_choice import (
+    PIECE,
+    SEQUENCE_COST,
+    ReplicaRole,
+    ReplicaRouter,
+    eligible,
+    prefix_keys,
+)
 
 PREFIX = list(range(1000))
 
@@ -79,3 +86,35 @@ def test_a_key_stands_for_everything_before_it() -> None:
     changed = prefix_keys([1, *PREFIX[1:]], "")
     assert not set(keys) & set(changed)
     assert prefix_keys(PREFIX[:PIECE], "") == keys[:1]
+
+
+# Standby and preemptible replicas
+
+
+def test_a_standby_replica_stands_in_for_each_that_is_missing() -> None:
+    active, standby = (
+        [ReplicaRole(0), ReplicaRole(1)],
+        [ReplicaRole(2, is_standby=True), ReplicaRole(3, is_standby=True)],
+    )
+    assert eligible(active + standby, wanted=2, batch=False) == [0, 1]
+    assert eligible(active[1:] + standby, wanted=2, batch=False) == [1, 2]
+    assert eligible(standby, wanted=2, batch=True) == [2, 3]
+
+
+def test_batch_work_goes_to_preemptible_replicas_and_the_rest_only_if_nothing_else_is_left() -> None:
+    safe, preemptible = [ReplicaRole(0), ReplicaRole(1)], [ReplicaRole(2, is_preemptible=True)]
+    assert eligible(safe + preemptible, wanted=3, batch=True) == [2]
+    assert eligible(safe + preemptible, wanted=3, batch=False) == [0, 1]
+    assert eligible(safe, wanted=3, batch=True) == [0, 1]
+    assert eligible(preemptible, wanted=3, batch=False) == [2]
+    assert eligible([], wanted=3, batch=False) == []
+
+
+def test_a_removed_replica_leaves_nothing_and_a_new_one_starts_empty() -> None:
+    routes = ReplicaRouter(1)
+    first = send(routes, PREFIX, usable=(0,))
+    routes.add(1)
+    routes.remove(first)
+    routes.add_load(first, -5.0)  # what ended there late
+    assert send(routes, PREFIX, usable=(1,)) == 1
+    assert routes.load(1) == len(PREFIX) + SEQUENCE_COST

@@ -64,6 +64,8 @@ PATHS = (
     ("POST", "pins"),
     ("DELETE", "pins/pin_0"),
     ("POST", "reload"),
+    ("GET", "workers"),
+    ("POST", "workers/drain"),
 )
 # What a server without keys shows to its own machine.
 OPEN_HERE = ("live", "latency", "history", "feedback", "shadows", "quality", "drift", "canary", "requests/")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from headrace.cli.admin import admin_pins
+from headrace.cli.admin import admin_pins, admin_workers
 from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
 from headrace.cli.admin.admin_output import (
     print_budgets,
@@ -41,11 +41,12 @@ Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 
 admin = App(
     name="admin",
-    help="Manage tenants, keys, fast mode, caches, pins, usage and the audit log of a running server.",
+    help="Manage tenants, keys, fast mode, caches, pins, workers, usage and the audit log of a running server.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
 admin_pins.add_commands(admin)
+admin_workers.add_commands(admin)
 
 
 # Arguments

@@ -16,20 +16,27 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Final, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
-from headrace.engine.interface.grammar_spec import GRAMMAR_KINDS
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
-from headrace.engine.interface.sampling import sequence_seed
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
 from headrace.engine.process.output_stream import OutputStream
-from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, prefix_keys
+from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, eligible, prefix_keys
+from headrace.engine.process.submission import (
+    ClientTimeouts,
+    Replica,
+    ReplicaState,
+    Submission,
+    served_by,
+    submit_message,
+    why_wrong,
+)
+from headrace.engine.process.worker_address import WorkerAddressError, WorkerTls, parse_address
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.errors import HeadraceError, RequestError
 
@@ -53,68 +60,40 @@ class WorkerLostError(HeadraceError):
     """No worker finished the request within the client's patience."""
 
 
-class ClientTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeouts of a client, in seconds."""
-
-    patience: float = 60.0  # to find a worker that can take a request
-    suspicion: float = 2.0  # without an answer to a ping before new requests go elsewhere
-    silence: float = (
-        15.0  # without an answer before the worker's requests do; its supervisor usually replaces it sooner
-    )
-    ping: float = 0.5  # between pings
-    longest_step: float = 60.0  # a longer step counts as stuck
-    reconnect: float = 0.02  # first pause; it grows to `reconnect_most`
-    reconnect_most: float = 0.5
-
-
-class Submission(msgspec.Struct, eq=False):
-    """A stream, or some of its sequences, as sent to one worker."""
-
-    id: str
-    stream: OutputStream
-    indices: tuple[int, ...]  # among the request's n, by the worker's index
-    continues: bool = False
-    replica: _Replica | None = None
-    load: float = 0.0
-    refused_by: set[int] = set()
-    give_up: float = 0.0  # when to give up waiting for a worker
-
-
-class _Replica(msgspec.Struct, eq=False):
-    number: int
-    path: str
-    connection: WorkerConnection | None = None  # set once greeted
-    welcome: wire.Welcome | None = None
-    draining: bool = False
-    submissions: dict[str, Submission] = {}
-    greeting: asyncio.Future[wire.Welcome] | None = None
-    task: asyncio.Task[None] | None = None
-    unanswered: int = 0  # pings since the last message
-
-    @property
-    def usable(self) -> bool:
-        return self.connection is not None and not self.draining
-
-
 class EngineClient:
-    """Sends requests to one variant's replicas, given by the paths of their sockets. Belongs to one event loop."""
+    """Sends requests to one variant's replicas, given by their addresses. Belongs to one event loop."""
 
     def __init__(
-        self, paths: Sequence[str | PathLike[str]], *, waits: ClientTimeouts | None = None, most_requests: int = 16_384
+        self,
+        addresses: Sequence[str | PathLike[str]],
+        *,
+        standby: int = 0,
+        tls: WorkerTls | None = None,
+        fingerprint: str = "",
+        waits: ClientTimeouts | None = None,
+        most_requests: int = 16_384,
     ) -> None:
-        self._replicas = [_Replica(number, fspath(path)) for number, path in enumerate(paths)]
+        """Addresses are paths of sockets, or `tls://HOST:PORT`. The last `standby` of them take requests only while
+        others are missing. `fingerprint`: of the model's files, which the workers must have; empty: they must have the
+        same."""
         self._waits = waits or ClientTimeouts()
         self._most = most_requests
-        self._routes = ReplicaRouter(len(paths))
+        self._tls = tls
+        self._fingerprint = fingerprint
+        self._routes = ReplicaRouter()
+        self._replica_numbers = itertools.count()
+        self._replicas: list[Replica] = []
+        self._running = False
+        for place, address in enumerate(addresses):
+            self.add_replica(address, standby=place >= len(addresses) - standby)
         self._name = secrets.token_hex(6)
         self._numbers = itertools.count()
         self._waiting: list[Submission] = []
         self._retries: set[asyncio.TimerHandle] = set()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._changed = asyncio.Event()  # a replica became usable or was rejected
-        self._wrong: HeadraceError | None = None
         self._streams: dict[OutputStream, set[Submission]] = {}  # open ones, with their submissions
-        self._variant: tuple[str, str] | None = None
+        self._variant: tuple[str, ...] | None = None
         self._pins: dict[tuple[str, tuple[int, ...]], bool] = {}  # (salt, tokens) -> public
         self._closing = False
 
@@ -129,8 +108,51 @@ class EngineClient:
 
     def start(self) -> None:
         """Connect to every replica, and reconnect whenever a worker is lost."""
+        self._running = True
         for replica in self._replicas:
             replica.task = asyncio.create_task(self._keep(replica))
+
+    def add_replica(self, address: str | PathLike[str], *, standby: bool = False) -> None:
+        """Send requests to another replica too, once it is connected."""
+        replica = Replica(next(self._replica_numbers), parse_address(address), standby)
+        self._routes.add(replica.number)
+        self._replicas.append(replica)
+        if self._running:
+            replica.task = asyncio.create_task(self._keep(replica))
+
+    def retire_replica(self, address: str | PathLike[str]) -> None:
+        """Send a replica nothing more. Its requests go on there."""
+        for replica in self._replicas:
+            if replica.address == parse_address(address):
+                replica.retired = True
+
+    async def remove_replica(self, address: str | PathLike[str]) -> None:
+        """Disconnect from a replica. What still runs there continues on another."""
+        for replica in [each for each in self._replicas if each.address == parse_address(address)]:
+            replica.retired = True
+            if replica.task is not None:
+                replica.task.cancel()
+                await asyncio.gather(replica.task, return_exceptions=True)
+            self._replicas.remove(replica)
+            self._routes.remove(replica.number)
+            self._changed.set()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(replica.address) for replica in self._replicas]
+
+    def replicas(self) -> list[ReplicaState]:
+        """Return the replicas as operators see them."""
+        return [replica.state(is_responsive=self._is_responsive(replica)) for replica in self._replicas]
+
+    def drain_replica(self, address: str) -> bool:
+        """Ask one worker to finish its requests, take no new ones, and exit. Return False if it is not connected."""
+        found = False
+        for replica in self._replicas:
+            if str(replica.address) == address and replica.connection is not None:
+                replica.draining = found = True
+                replica.connection.send(wire.Drain())
+        return found
 
     async def ready(self, timeout: float | None = None) -> wire.Welcome:
         """Wait until a replica can take requests. Return what it serves."""
@@ -140,8 +162,8 @@ class EngineClient:
                 for replica in self._replicas:
                     if replica.usable and replica.welcome is not None:
                         return replica.welcome
-                if self._wrong is not None:
-                    raise self._wrong
+                if (wrong := self._wrong()) is not None:
+                    raise wrong
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -172,9 +194,14 @@ class EngineClient:
         """True if a replica can take requests now: it is connected and answers pings."""
         return any(self._is_responsive(replica) for replica in self._replicas)
 
-    def _is_responsive(self, replica: _Replica) -> bool:
+    def _is_responsive(self, replica: Replica) -> bool:
         # Counted in pings: if this process was held up itself, it suspects no worker.
         return replica.usable and replica.unanswered * self._waits.ping < self._waits.suspicion
+
+    def _wrong(self) -> HeadraceError | None:
+        """Return why no replica can be used, if that is known of each of them."""
+        reasons = [replica.wrong for replica in self._replicas]
+        return reasons[0] if reasons and None not in reasons else None
 
     # Requests
 
@@ -281,11 +308,11 @@ class EngineClient:
         self._streams.pop(stream, None)
 
     async def _ask(
-        self, replica: _Replica, message: Callable[[int], wire.ClientMessage], *, patient: bool = False
+        self, replica: Replica, message: Callable[[int], wire.ClientMessage], *, patient: bool = False
     ) -> Any:
         """Send a message and return the reply. `patient`: the reply may take as long as the worker lives."""
         if replica.connection is None:
-            raise WorkerLostError(f"The worker at {replica.path} is not connected.")
+            raise WorkerLostError(f"The worker at {replica.address} is not connected.")
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         replica.connection.send(message(number))
@@ -294,7 +321,9 @@ class EngineClient:
             timeout = None if patient else self._waits.patience
             await asyncio.wait({reply, lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                raise WorkerLostError(f"The worker at {replica.path} did not answer within {self._waits.patience:g} s.")
+                raise WorkerLostError(
+                    f"The worker at {replica.address} did not answer within {self._waits.patience:g} s."
+                )
             return reply.result()
         finally:
             del self._replies[number]
@@ -319,13 +348,12 @@ class EngineClient:
             self._waiting.remove(submission)
 
     def _dispatch(self, submission: Submission) -> None:
-        usable = [replica.number for replica in self._replicas if self._is_responsive(replica)]
+        usable = self._eligible(submission)
+        fresh = self._eligible(submission, fresh=True)
         if not usable:
-            usable = [replica.number for replica in self._replicas if replica.usable]
-        fresh = [number for number in usable if number not in submission.refused_by]
-        if not usable:
-            if self._wrong is not None and all(replica.connection is None for replica in self._replicas):
-                self._fail(submission, self._wrong)
+            wrong = self._wrong()
+            if wrong is not None:
+                self._fail(submission, wrong)
                 return
             self._waiting.append(submission)
             self._later(max(0.0, submission.give_up - time.monotonic()), self._fail_overdue)
@@ -333,7 +361,7 @@ class EngineClient:
         request = submission.stream.request
         output = submission.stream.tokens[submission.indices[0]] if len(submission.indices) == 1 else []
         number, load = self._routes.choose(submission.stream.keys, len(request.prompt) + len(output), fresh or usable)
-        replica = self._replicas[number]
+        replica = next(replica for replica in self._replicas if replica.number == number)
         assert replica.connection is not None
         try:
             replica.connection.send(submit_message(request, submission.id, submission.indices, output))
@@ -347,6 +375,18 @@ class EngineClient:
         replica.submissions[submission.id] = submission
         self._routes.add_load(number, load)
         self._routes.learn(number, submission.stream.keys)
+
+    def _eligible(self, submission: Submission, *, fresh: bool = False) -> list[int]:
+        """Return the replicas that the submission may go to; `fresh`: only those that have not refused it."""
+        usable = [replica for replica in self._replicas if self._is_responsive(replica)]
+        usable = usable or [replica for replica in self._replicas if replica.usable]
+        wanted = sum(not replica.is_standby and not replica.retired for replica in self._replicas)
+        if fresh:
+            refused = [replica for replica in usable if replica.number in submission.refused_by]
+            wanted -= sum(not replica.is_standby for replica in refused)
+            usable = [replica for replica in usable if replica.number not in submission.refused_by]
+        roles = [replica.role for replica in usable]
+        return eligible(roles, wanted=wanted, batch=submission.stream.request.surface == "batch")
 
     def _fail(self, submission: Submission, error: Exception) -> None:
         stream = submission.stream
@@ -383,7 +423,7 @@ class EngineClient:
             self._streams.pop(stream, None)
         return True
 
-    def _recover(self, replica: _Replica) -> None:
+    def _recover(self, replica: Replica) -> None:
         """Continue the requests of a lost worker elsewhere."""
         lost, replica.submissions = list(replica.submissions.values()), {}
         for submission in lost:
@@ -410,7 +450,7 @@ class EngineClient:
 
     # Messages
 
-    def _on_message(self, replica: _Replica, message: wire.WorkerMessage) -> None:
+    def _on_message(self, replica: Replica, message: wire.WorkerMessage) -> None:
         replica.unanswered = 0
         match message:
             case wire.Outputs(items):
@@ -431,11 +471,11 @@ class EngineClient:
                 if reply is not None and not reply.done():
                     reply.set_result(message)
                 elif isinstance(message, wire.Pinned) and message.reason is not None:
-                    log.warning("the worker at %s did not pin a prefix: %s", replica.path, message.reason)
+                    log.warning("the worker at %s did not pin a prefix: %s", replica.address, message.reason)
             case wire.Bye(reason):
-                self._wrong = wire.WireError(f"The worker at {replica.path} closed the connection: {reason}")
+                replica.wrong = wire.WireError(f"The worker at {replica.address} closed the connection: {reason}")
 
-    def _on_output(self, replica: _Replica, output: SequenceOutput) -> None:
+    def _on_output(self, replica: Replica, output: SequenceOutput) -> None:
         submission = replica.submissions.get(output.request)
         if submission is None:
             return  # cancelled in the meantime
@@ -455,7 +495,7 @@ class EngineClient:
         if stream.closed:
             self._streams.pop(stream, None)
 
-    def _on_refused(self, replica: _Replica, refused: wire.Rejected) -> None:
+    def _on_refused(self, replica: Replica, refused: wire.Rejected) -> None:
         submission = replica.submissions.get(refused.id)
         if submission is None:
             return
@@ -473,7 +513,7 @@ class EngineClient:
             self._cut(submission, max(now, stream.request.deadline or now))
         elif refused.parameter is not None:
             self._fail(submission, RequestError(refused.reason, parameter=refused.parameter))
-        elif any(other.usable and other.number not in submission.refused_by for other in self._replicas):
+        elif self._eligible(submission, fresh=True):
             self._dispatch(submission)
         elif submission.continues and self._cut(submission, now):
             pass
@@ -493,28 +533,35 @@ class EngineClient:
 
     # Connections
 
-    async def _keep(self, replica: _Replica) -> None:
+    async def _keep(self, replica: Replica) -> None:
         """Connect, watch and reconnect until the client closes."""
-        wait = self._waits.reconnect
+        waits, wait, told = self._waits, self._waits.reconnect, False
+        most = waits.reconnect_most_remote if replica.address.is_remote else waits.reconnect_most
         while not self._closing:
             try:
                 connection = await WorkerConnection.open(
-                    replica.path, lambda message: self._on_message(replica, message)
+                    replica.address, lambda message: self._on_message(replica, message), tls=self._tls
                 )
-            except OSError:
+            except (OSError, WorkerAddressError) as error:
+                if replica.address.is_remote and not told:
+                    log.warning("cannot connect to the worker at %s: %s", replica.address, error or "timeout")
+                    told = True
                 await asyncio.sleep(wait)
-                wait = min(wait * 1.5, self._waits.reconnect_most)
+                wait = min(wait * 1.5, most)
                 continue
             try:
                 replica.greeting = asyncio.get_running_loop().create_future()
                 connection.send(wire.Hello(wire.VERSION))
                 welcome = await _wait_unless_closed(connection.closed, replica.greeting, self._waits.silence)
                 if welcome is not None and self._accept(replica, connection, welcome):
-                    wait = self._waits.reconnect
+                    wait, told = waits.reconnect, False
                     await self._watch(replica, connection)
                 else:
+                    if replica.wrong is not None and not told:
+                        log.warning("%s", replica.wrong)
+                        told = True
                     await asyncio.sleep(wait)
-                    wait = min(wait * 1.5, self._waits.reconnect_most)
+                    wait = min(wait * 1.5, most)
             finally:
                 connection.abort()
                 replica.connection = None
@@ -522,18 +569,13 @@ class EngineClient:
                 if not self._closing:
                     self._recover(replica)
 
-    def _accept(self, replica: _Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
-        """Return whether the worker speaks our protocol version and serves the same variant as the others."""
-        serves = (welcome.model, welcome.variant)
-        self._variant = self._variant or serves
-        if welcome.version != wire.VERSION:
-            self._wrong = wire.WireError(
-                f"The worker at {replica.path} speaks version {welcome.version}, this client {wire.VERSION}."
-            )
-        elif serves != self._variant:
-            self._wrong = HeadraceError(f"The worker at {replica.path} serves {serves}, the others {self._variant}.")
-        else:
-            self._wrong = None
+    def _accept(self, replica: Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
+        """Return whether the worker speaks our protocol version and gives the same bytes as the others."""
+        if all(each.connection is None for each in self._replicas):
+            self._variant = None  # no stream has to continue where another began
+        self._variant = self._variant or served_by(welcome)
+        replica.wrong = why_wrong(welcome, replica.address, self._variant, self._fingerprint)
+        if replica.wrong is None:
             replica.connection, replica.welcome, replica.draining = connection, welcome, welcome.draining
             for key, public in self._pins.items():
                 connection.send(self._pin_message(next(self._numbers), key, public=public))
@@ -543,12 +585,13 @@ class EngineClient:
         self._changed.set()
         return replica.connection is not None
 
-    async def _watch(self, replica: _Replica, connection: WorkerConnection) -> None:
+    async def _watch(self, replica: Replica, connection: WorkerConnection) -> None:
         """Return when the worker is gone, or does not answer pings."""
         replica.unanswered = 0
         while not connection.closed.done():
-            if replica.unanswered * self._waits.ping > self._waits.silence and replica.submissions:
-                return
+            silent = replica.unanswered * self._waits.ping > self._waits.silence
+            if silent and (replica.submissions or replica.address.is_remote):
+                return  # a network that was cut says nothing
             connection.send(wire.Ping(replica.unanswered))
             replica.unanswered += 1
             await asyncio.wait({connection.closed}, timeout=self._waits.ping)
@@ -567,27 +610,3 @@ async def _wait_unless_closed(ended: asyncio.Future[None], awaited: Awaitable[T]
     with contextlib.suppress(asyncio.CancelledError):
         await task
     return None
-
-
-def submit_message(request: GenerationRequest, id: str, indices: Sequence[int], output: Sequence[int]) -> wire.Submit:
-    """Return the wire message for a request: all of its sequences from the start, or one of them after `output`."""
-    now = time.monotonic()
-    if request.grammar is not None and request.grammar.kind not in GRAMMAR_KINDS:
-        raise RequestError(f"Unknown grammar kind '{request.grammar.kind}'.", parameter="grammar")
-    sampling = request.sampling
-    if len(indices) == 1 and indices[0]:
-        sampling = replace(sampling, seed=sequence_seed(sampling.seed, indices[0]))
-    return wire.Submit(
-        request=replace(
-            request,
-            id=id,
-            n=len(indices),
-            sampling=sampling,
-            prompt_logprobs=None if output else request.prompt_logprobs,
-            deadline=None,
-            arrival=0.0,
-        ),
-        output=tuple(output),
-        deadline_in_s=None if request.deadline is None else request.deadline - now,
-        waited_s=max(0.0, now - request.arrival) if request.arrival else 0.0,
-    )

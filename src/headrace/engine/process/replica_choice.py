@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 PIECE: Final = 64  # tokens per piece; a shorter common prefix is not worth a detour
 SEQUENCE_COST: Final = 64.0  # tokens of prefill that a running sequence counts as, decoding included
@@ -24,17 +24,48 @@ def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
     return keys
 
 
-class ReplicaRouter:
-    """Remembers, for replicas numbered from 0, the prefixes that each got and the tokens that it still has to
-    compute."""
+class ReplicaRole(NamedTuple):
+    """What a replica is kept for."""
 
-    def __init__(self, replicas: int, *, most_pieces: int = 65_536) -> None:
-        """`most_pieces` bounds what is remembered of each replica; the least recently used pieces go first."""
+    number: int
+    is_standby: bool = False  # it waits for another to fail
+    is_preemptible: bool = False  # its host may be taken away at any time
+
+
+def eligible(usable: Sequence[ReplicaRole], *, wanted: int, batch: bool) -> list[int]:
+    """Return the numbers of the replicas that a request may go to, of those that can take one now.
+
+    Standby replicas stand in for as many as are missing of the `wanted` others. Batch work goes to preemptible replicas
+    first, and everything else goes there only if nothing else is left.
+    """
+    active = [role for role in usable if not role.is_standby]
+    standby = [role for role in usable if role.is_standby]
+    found = active + standby[: max(0, wanted - len(active))]
+    return [role.number for role in found if role.is_preemptible == batch] or [role.number for role in found]
+
+
+class ReplicaRouter:
+    """Remembers, for numbered replicas, the prefixes that each got and the tokens that it still has to compute."""
+
+    def __init__(self, replicas: int = 0, *, most_pieces: int = 65_536) -> None:
+        """`replicas` are numbered from 0. `most_pieces` bounds what is remembered of each; the least recently used
+        pieces go first."""
         self._most = most_pieces
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
-        self._loads = [0.0] * replicas
-        self._turns = [0] * replicas
+        self._known: dict[int, OrderedDict[int, None]] = {}
+        self._loads: dict[int, float] = {}
+        self._turns: dict[int, int] = {}
         self._turn = 0
+        for number in range(replicas):
+            self.add(number)
+
+    def add(self, replica: int) -> None:
+        self._known[replica] = OrderedDict()
+        self._loads[replica] = 0.0
+        self._turns[replica] = 0
+
+    def remove(self, replica: int) -> None:
+        for each in (self._known, self._loads, self._turns):
+            each.pop(replica, None)
 
     def choose(self, keys: Sequence[int], length: int, usable: Sequence[int]) -> tuple[int, float]:
         """Return a replica for a prompt of `length` tokens with these keys, and the load that it adds there."""
@@ -46,7 +77,8 @@ class ReplicaRouter:
         return chosen, costs[chosen]
 
     def add_load(self, replica: int, tokens: float) -> None:
-        self._loads[replica] += tokens
+        if replica in self._loads:  # it may have been removed
+            self._loads[replica] += tokens
 
     def load(self, replica: int) -> float:
         return self._loads[replica]
@@ -62,7 +94,8 @@ class ReplicaRouter:
 
     def forget(self, replica: int) -> None:
         """Forget a replica's pieces, because its process is new."""
-        self._known[replica].clear()
+        if replica in self._known:
+            self._known[replica].clear()
 
     def _matched(self, replica: int, keys: Sequence[int]) -> int:
         known = self._known[replica]

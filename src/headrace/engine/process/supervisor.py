@@ -21,6 +21,7 @@ import msgspec
 from headrace.engine.process import wire
 from headrace.engine.process.heartbeat import Heartbeat
 from headrace.engine.process.wire import LoadProgress, StartReport, WorkerConfig
+from headrace.engine.process.worker_address import WorkerAddress
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.engine.process.worker_log import relay_log
 from headrace.engine.process.worker_process import WorkerProcess
@@ -69,8 +70,13 @@ class Supervisor:
         *,
         watch: SupervisorTimeouts | None = None,
         progress: Callable[[int, int], None] | None = None,
+        restart_drained: bool = True,
     ) -> None:
-        """`progress` receives the bytes of weights packed so far, and in all, while a worker starts."""
+        """`progress` receives the bytes of weights packed so far, and in all, while a worker starts.
+        `restart_drained`: start another process in place of one that a client asked to drain; otherwise `drained` is
+        set."""
+        self.drained = asyncio.Event()
+        self._restart_drained = restart_drained
         self._progress = progress
         self._watch = watch or SupervisorTimeouts()
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: only this user may connect
@@ -169,6 +175,9 @@ class Supervisor:
                 reason = await self._until_gone(worker)
                 if self._stopping:
                     return
+                if not self._restart_drained and worker.process is not None and worker.process.returncode == 0:
+                    self.drained.set()
+                    return
                 log.error("worker %s %s; starting another", worker.socket.name, reason)
             worker.restarts += 1
             served = worker.served or time.monotonic() - began > self._watch.healthy
@@ -256,7 +265,7 @@ class Supervisor:
             while True:
                 if connection is None or connection.closed.done():
                     with contextlib.suppress(OSError):
-                        connection = await WorkerConnection.open(str(worker.socket), on_message)
+                        connection = await WorkerConnection.open(WorkerAddress(path=str(worker.socket)), on_message)
                         connection.send(wire.Hello(wire.VERSION))
                 if connection is not None:
                     connection.send(wire.Ping(0))

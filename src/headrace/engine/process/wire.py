@@ -17,7 +17,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 3  # of the protocol; peers with different versions disconnect at once
+VERSION: Final = 4  # of the protocol; peers with different versions disconnect at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
 _LENGTH: Final = 4  # bytes before each frame
 
@@ -85,6 +85,10 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
     blocks: int
     variant: str  # weights and KV type; streams continue only on workers of one variant
     draining: bool = False
+    fingerprint: str = ""  # of the model's files, if the worker was told it
+    arithmetic: str = ""  # instruction sets of another one round differently
+    release: str = ""  # of Headrace; the order of additions may change with it
+    preemptible: bool = False  # its host may be taken away at any time
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -141,6 +145,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str = ""  # path, set by the supervisor
     drain_seconds: float = 30.0  # for running requests to finish during shutdown
     most_clients: int = 64
+    fingerprint: str = ""  # of the model's files, which clients on other hosts compare
+    preemptible: bool = False
     watched: bool = True  # exit when standard input closes
 
 

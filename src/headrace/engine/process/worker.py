@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import replace
 
+from headrace import __version__
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process import wire
@@ -290,6 +291,10 @@ class Worker:
             blocks=capacity.blocks,
             variant=self._opened.variant.name,
             draining=self._drain_until is not None,
+            fingerprint=self._config.fingerprint,
+            arithmetic=executor.arithmetic,
+            release=__version__,
+            preemptible=self._config.preemptible,
         )
 
     def _submit(self, client: _Client, message: wire.Submit, grammar: GrammarState | None = None) -> None:

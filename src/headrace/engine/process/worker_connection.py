@@ -1,4 +1,5 @@
-"""A client's connection to one worker: sends and receives messages. Does not interpret them."""
+"""A client's connection to one worker, on this machine or another: sends and receives messages. Does not interpret
+them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Callable
 from typing import cast
 
 from headrace.engine.process import wire
+from headrace.engine.process.worker_address import WorkerAddress, WorkerAddressError, WorkerTls
+
+_CONNECT_S = 5.0  # to a host that may be gone
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -17,8 +21,22 @@ class WorkerConnection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def open(cls, path: str, on_message: Callable[[wire.WorkerMessage], None]) -> WorkerConnection:
-        _, connection = await asyncio.get_running_loop().create_unix_connection(lambda: cls(on_message), path)
+    async def open(
+        cls, address: WorkerAddress, on_message: Callable[[wire.WorkerMessage], None], *, tls: WorkerTls | None = None
+    ) -> WorkerConnection:
+        """Connect. OSError if that fails, WorkerAddressError for TLS files that cannot be used."""
+        loop = asyncio.get_running_loop()
+        if not address.is_remote:
+            _, connection = await loop.create_unix_connection(lambda: cls(on_message), address.path)
+            return connection
+        if address.tls and tls is None:
+            raise WorkerAddressError(f"The worker at {address} needs TLS. Configure a certificate, a key and a CA.")
+        context = tls.client_context() if address.tls and tls is not None else None
+        name = None if context is None or tls is None else tls.name or address.host
+        async with asyncio.timeout(_CONNECT_S):
+            _, connection = await loop.create_connection(
+                lambda: cls(on_message), address.host, address.port, ssl=context, server_hostname=name
+            )
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -21,7 +21,9 @@ from headrace.engine.executors.cpu_executor import default_context
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.output_stream import OutputStream
+from headrace.engine.process.submission import ReplicaState
 from headrace.engine.process.supervisor import SupervisorTimeouts
+from headrace.engine.process.worker_address import WorkerTls
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.output.reasoning import ReasoningFormat, detect_reasoning_format, reasoning_format_by_name
@@ -236,9 +238,9 @@ class Fleet:
                 for full, variant in variants_of(name, model, config.surfaces).items():
                     progress = None if loading is None else partial(loading, full)
                     if attach is not None:
-                        engine = _AttachedEngine(variant, attach[full], config.server)
+                        engine = _AttachedEngine(variant, model, attach[full], config)
                     else:
-                        engine = _engine(variant, model, config.server, progress, early=early and not runs)
+                        engine = _engine(full, variant, model, config, progress, early=early and not runs)
                     runs.append(engine)
                     made[full] = _served(full, model, engine, config), engine
                 for full, configured in upstreams_of(name, model).items():
@@ -262,9 +264,9 @@ class Fleet:
         return fleet
 
     def workers(self) -> dict[str, list[str]]:
-        """Return the sockets of the workers of each variant that this process runs, for `attach`."""
+        """Return the addresses of the workers of each variant, for `attach`."""
         runs = self._runs.items()
-        return {name: list(map(str, each.supervisor.paths)) for name, each in runs if isinstance(each, AsyncLLM)}
+        return {name: each.client.addresses for name, each in runs if isinstance(each, AsyncLLM)}
 
     async def start(self, progress: Callable[[str], None] | None = None) -> None:
         """Return when every engine can take requests. `progress` is called with each variant's name. Upstreams are not
@@ -330,6 +332,16 @@ class Fleet:
             return [runs.engine.restarts]
         return runs.supervisor.restarts if isinstance(runs, AsyncLLM) else []
 
+    def replicas(self, name: str) -> list[ReplicaState]:
+        """Return the workers of a variant; none for an upstream."""
+        client = self.served[name].engine
+        return client.replicas() if isinstance(client, EngineClient) else []
+
+    def drain_replica(self, name: str, address: str) -> bool:
+        """Ask a worker of a variant to finish its requests and exit. Return False if it has no such worker."""
+        client = self.served[name].engine
+        return isinstance(client, EngineClient) and client.drain_replica(address)
+
     def find(self, name: str, profile: str = "standard") -> ServedVariant:
         """Find a variant by a model's name, an alias or MODEL@VARIANT; an empty name is the default model. A profile
         other than `standard` selects the variant of that name; a model without a fast variant serves `fast` itself."""
@@ -361,23 +373,26 @@ class Fleet:
 
 
 def _engine(
+    name: str,
     variant: Variant,
     model: ModelConfig,
-    server: ServerConfig,
+    config: Config,
     progress: Callable[[int, int], None] | None,
     *,
     early: bool,
 ) -> AsyncLLM:
     options = msgspec.structs.asdict(variant)
-    path = options.pop("model")
-    ping = _ping_s(server)
-    watch = SupervisorTimeouts(ping=ping, silence=server.heartbeat_s, longest_step=server.step_s)
-    waits = _waits(server)
+    path, server = options.pop("model"), config.server
+    plain = "@" not in name
+    workers = model.workers if plain else ()
     return AsyncLLM(
         path,
-        replicas=model.replicas,
-        watch=watch,
-        waits=waits,
+        replicas=model.local_replicas(plain=plain),
+        workers=workers,
+        tls=_tls(config),
+        fingerprint=fingerprint.of_model(open_model(find_model(path)), variant) if workers else "",
+        watch=SupervisorTimeouts(ping=_ping_s(server), silence=server.heartbeat_s, longest_step=server.step_s),
+        waits=_waits(server),
         drain_seconds=server.drain_s,
         progress=progress,
         early=early,
@@ -385,8 +400,15 @@ def _engine(
     )
 
 
+def _tls(config: Config) -> WorkerTls | None:
+    workers = config.workers
+    if not workers.cert_file:
+        return None
+    return WorkerTls(cert=workers.cert_file, key=workers.key_file, ca=workers.ca_file, name=workers.name)
+
+
 def _remade(name: str, variant: Variant, model: ModelConfig, config: Config) -> tuple[ServedVariant, AsyncLLM]:
-    engine = _engine(variant, model, config.server, None, early=False)
+    engine = _engine(name, variant, model, config, None, early=False)
     try:
         return _served(name, model, engine, config), engine
     except BaseException:
@@ -410,16 +432,24 @@ def _waits(server: ServerConfig) -> ClientTimeouts:
 class _AttachedEngine:
     """An engine whose workers another process supervises."""
 
-    def __init__(self, variant: Variant, paths: Sequence[str], server: ServerConfig) -> None:
+    def __init__(self, variant: Variant, model: ModelConfig, addresses: Sequence[str], config: Config) -> None:
         folder = open_model(find_model(variant.model))
         self.variant = msgspec.structs.replace(variant, model=str(folder.path))
         self.context = default_context(folder.spec) if variant.context is None else variant.context
         self.tokenizer = folder.tokenizer
-        self.client = EngineClient(paths, waits=_waits(server))
+        remote = any(address in model.workers for address in addresses)
+        self._is_local = not remote or len(addresses) > len(model.workers)
+        self.client = EngineClient(
+            addresses,
+            tls=_tls(config),
+            fingerprint=fingerprint.of_model(folder, variant) if remote else "",
+            waits=_waits(config.server),
+        )
 
     async def start(self) -> None:
         self.client.start()
-        await self.client.ready()
+        if self._is_local:
+            await self.client.ready()
 
     def abandon(self) -> None:
         """There is nothing to stop."""

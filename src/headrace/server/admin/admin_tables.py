@@ -103,6 +103,9 @@ INVALIDATE: Final[ParameterTable] = {
 RELOAD: Final[ParameterTable] = {
     "model": Parameter("Model or variant whose engine is replaced.", Line, required=True),
 }
+DRAIN_WORKER: Final[ParameterTable] = {
+    "address": Parameter("Address of the worker, as the list of workers has it.", Line, required=True),
+}
 PIN: Final[ParameterTable] = {
     "name": Parameter("Name, shown in lists and logs.", Line, required=True),
     "model": Parameter("Model, which includes its variants, or one variant.", Line, required=True),

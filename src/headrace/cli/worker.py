@@ -1,0 +1,135 @@
+"""`headrace worker`: run one engine for servers on other hosts until a signal stops it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from headrace.cli import report_errors_as_json
+from headrace.cli.serve import LoadingBars
+from headrace.config import LogConfig, variants_of
+from headrace.engine.process.worker_address import WorkerAddress, WorkerTls
+from headrace.errors import RequestError
+from headrace.observe.logs import configure_log
+from headrace.server.config_checks import load_config
+from headrace.variant import DEFAULT_MODEL, Variant
+
+
+def worker(
+    model: str = DEFAULT_MODEL,
+    /,
+    *,
+    listen: Annotated[str, Parameter(name=["--listen", "-l"])],
+    cert: Path | None = None,
+    key: Path | None = None,
+    ca: Path | None = None,
+    config: Annotated[Path | None, Parameter(name=["--config", "-c"])] = None,
+    weights: str | None = None,
+    kv: str | None = None,
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+    context: int | None = None,
+    preemptible: Annotated[bool, Parameter(negative="")] = False,
+    drain_s: float = 30.0,
+    log_format: str | None = None,
+) -> None:
+    """Run an engine for servers on other hosts, which name its address in `workers` of a model.
+
+    Usage: headrace worker mini --listen 0.0.0.0:9000 --cert worker.pem --key worker-key.pem --ca ca.pem
+
+    SIGTERM drains it: servers send it nothing more, and requests that do not finish in time continue on other workers.
+
+    Parameters
+    ----------
+    model
+        Model folder, GGUF file, bundled or downloaded model; with --config, a model or MODEL@VARIANT of the file.
+    listen
+        Host and port to listen on, such as 0.0.0.0:9000; port 0 picks a free one.
+    cert
+        Certificate of this worker (PEM). Required unless the host is a loopback address.
+    key
+        Private key of the certificate (PEM).
+    ca
+        CA that signs the servers' certificates (PEM). Only servers with such a certificate can connect.
+    config
+        Configuration file whose options of the model to use, so that worker and server agree.
+    weights
+        Precision of the weights, as in headrace serve.
+    kv
+        Precision of the KV cache: f32, bf16 or int8.
+    threads
+        Threads to compute with. Default: the machine's cores.
+    context
+        Maximum tokens of prompt and answer together.
+    preemptible
+        The host may be taken away at any time: servers send it batch work first, and other requests only if no other
+        worker takes them.
+    drain_s
+        Seconds that running requests may take after SIGTERM. Stay below the notice that your host gives.
+    log_format
+        Log format: text or json.
+    """
+    if log_format == "json":
+        report_errors_as_json()
+    if log_format not in (None, "text", "json"):
+        raise RequestError(f"Unknown log format '{log_format}'. Expected text or json.", parameter="log_format")
+    if drain_s <= 0:
+        raise RequestError(f"--drain-s must be above 0, not {drain_s:g}.", parameter="drain_s")
+    host, port = _host_and_port(listen)
+    options = {"weights": weights, "kv": kv, "threads": threads, "context": context}
+    options = {name: value for name, value in options.items() if value is not None}
+    variant = Variant.of(model, **options) if config is None else _configured(model, config, options)
+    configure_log(LogConfig(format="json" if log_format == "json" else "text"))
+    from headrace.server.worker_host import WorkerHostOptions, run
+
+    console = Console(stderr=True)
+    with LoadingBars(console) as bars:
+
+        def ready(address: WorkerAddress) -> None:
+            bars.stop()
+            if log_format != "json":
+                console.print(f"Worker of {model} at {address}. Press Ctrl-C to stop.", highlight=False, soft_wrap=True)
+
+        run(
+            variant,
+            WorkerHostOptions(host=host, port=port, tls=_tls(cert, key, ca), preemptible=preemptible, drain_s=drain_s),
+            ready=ready,
+            progress=(lambda done, total: bars.show(model, done, total)) if console.is_terminal else None,
+        )
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{listen}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None:
+        raise RequestError(
+            f"Cannot listen on '{listen}'. Expected HOST:PORT, such as 0.0.0.0:9000.", parameter="listen"
+        )
+    return host, port
+
+
+def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> WorkerTls | None:
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise RequestError("Pass --cert, --key and --ca together.", parameter="cert")
+    return WorkerTls(cert=str(cert), key=str(key), ca=str(ca))
+
+
+def _configured(name: str, file: Path, options: dict[str, Any]) -> Variant:
+    loaded = load_config(file, environ=os.environ)
+    base = name.partition("@")[0]
+    variants = variants_of(base, loaded.models[base], loaded.surfaces) if base in loaded.models else {}
+    if name not in variants:
+        known = ", ".join(full for each, model in loaded.models.items() for full in variants_of(each, model, {}))
+        raise RequestError(f"{file} has no model '{name}' that an engine serves. Its models: {known}.")
+    found = variants[name]
+    changed = {field: getattr(found, field) for field in found.__struct_fields__} | options
+    return Variant.of(changed.pop("model"), **changed)
