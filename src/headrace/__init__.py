@@ -6,9 +6,10 @@ if TYPE_CHECKING:
 
     from headrace.llm import LLM as LLM
     from headrace.llm import AsyncLLM as AsyncLLM
+    from headrace.server.local_gateway import LocalGateway as LocalGateway
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "LocalGateway", "__version__"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> "Any":
         from headrace import llm
 
         return getattr(llm, name)
+    if name == "LocalGateway":
+        from headrace.server.local_gateway import LocalGateway
+
+        return LocalGateway
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

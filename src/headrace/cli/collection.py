@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
@@ -22,7 +21,7 @@ from rich.text import Text
 from headrace.cli.admin.admin_client import path_segment, printable, request_json
 from headrace.cli.admin.admin_output import print_json, print_list, print_one
 from headrace.errors import HeadraceError, RequestError
-from headrace.pipelines.collections.document_source import SUFFIXES
+from headrace.pipelines.collections.document_source import document_files
 
 _BODY_BYTES: Final = 4 * 1024 * 1024  # of the documents that one request sends
 _DOCUMENTS: Final = 64
@@ -290,14 +289,7 @@ def read_documents(paths: Sequence[str], metadata: dict[str, Any]) -> Iterator[d
         if each.startswith(("http://", "https://")):
             yield {"url": each, "metadata": metadata}
             continue
-        path = Path(each)
-        if path.is_dir():
-            found = sorted(child for child in path.rglob("*") if child.suffix.lower() in SUFFIXES and child.is_file())
-        elif path.is_file():
-            found = [path]
-        else:
-            raise RequestError(f"No file or folder '{each}'.")
-        for file in found:
+        for file in document_files([each]):
             content = base64.b64encode(file.read_bytes()).decode("ascii")
             yield {"content": content, "source": file.as_posix(), "metadata": metadata}
 

@@ -45,18 +45,24 @@ ConfigCheck = Callable[[Config, Mapping[str, str]], Iterable[Finding]]
 
 
 def read_config(
-    path: Path | None = None, *, environ: Mapping[str, str], check: ConfigCheck, flags: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    *,
+    environ: Mapping[str, str],
+    check: ConfigCheck,
+    flags: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Return the effective configuration; raise ConfigError with every mistake.
+    """Return the effective configuration; raise ConfigError with every mistake. `tables` replaces the file.
 
     `flags` maps key paths to values, such as {"server.port": 9000, "models": {...}}. None means that the flag was not
     given. A top-level key is replaced as a whole.
     """
-    file = find_config_file(path, environ)
+    file = find_config_file(path, environ) if tables is None else None
     source = "the configuration" if file is None else str(file)
     reader = _Reader(source, environ)
     try:
-        raw: dict[str, Any] = {} if file is None else reader.expand(_parse(file), "")
+        given = dict(tables or {}) if file is None else _parse(file)
+        raw: dict[str, Any] = reader.expand(given, "")
     except RecursionError:
         raise ConfigError(ConfigProblem(source, "", "tables or lists are nested too deeply"), path=file) from None
     reader.apply_environment(raw)

@@ -57,10 +57,11 @@ def load_config(
     environ: Mapping[str, str],
     flags: Mapping[str, Any] | None = None,
     check: ConfigCheck | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> Config:
     """Read and check the configuration, and turn lossy techniques off if it says so; raise ConfigError with every
     mistake. `check` replaces `check_config`. See config.loader.read_config."""
-    config = read_declared(path, environ=environ, flags=flags, check=check)
+    config = read_declared(path, environ=environ, flags=flags, check=check, tables=tables)
     return without_lossy(config) if config.safety.lossless_only else config
 
 
@@ -70,9 +71,10 @@ def read_declared(
     environ: Mapping[str, str],
     flags: Mapping[str, Any] | None = None,
     check: ConfigCheck | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return the configuration as it is written, with what `safety.lossless_only` turns off."""
-    return read_config(path, environ=environ, flags=flags, check=check or check_config)
+    return read_config(path, environ=environ, flags=flags, check=check or check_config, tables=tables)
 
 
 def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Mapping
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import urlsplit
 
+from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.pipelines.collections.blocks import ReadDocument, read_markdown, read_text
 from headrace.pipelines.collections.html_reader import read_html
@@ -39,6 +40,20 @@ SUFFIXES: Final[Mapping[str, str]] = {
     ".xhtml": "html",
     ".pdf": "pdf",
 }
+
+
+def document_files(paths: Iterable[str]) -> Iterator[Path]:
+    """Yield files, and of folders the files that can be documents, in order. RequestError for a path without one."""
+    for each in paths:
+        path = Path(each)
+        if path.is_dir():
+            yield from sorted(
+                child for child in path.rglob("*") if child.suffix.lower() in SUFFIXES and child.is_file()
+            )
+        elif path.is_file():
+            yield path
+        else:
+            raise RequestError(f"No file or folder '{each}'.")
 
 
 def document_type(given: str | None, source: str, data: bytes | None) -> str:

@@ -123,7 +123,9 @@ def extracted(state: RunState, least: float = 0.0) -> str | None:
     """Return an answer of the sources' own sentences. None if they have none, or if it is not confident enough."""
     if not state.sources or not state.question:
         return None
-    answer = extract_answer(state.question, state.sources)
+    passages = {hit.id: hit.text for hit in state.hits}  # without the headings above them, which are no sentences
+    sources = [replace(each, text=passages.get(each.id, each.text)) for each in state.sources]
+    answer = extract_answer(state.question, sources)
     if not answer.quotes or answer.confidence < least:
         return None
     state.is_extracted = True

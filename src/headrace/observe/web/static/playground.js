@@ -214,11 +214,21 @@
     live.remove();
     if (finish && finish !== "stop") turn.append(element("p", "hint", "ended: " + finish));
     const cited = own?.citations ?? [];
+    const found = own?.sources ?? []; // by a pipeline
+    const numbers = new Set(cited.map((each) => each.number));
     if (cited.length) {
       const list = element("ul");
       const given = new Map((body.sources ?? []).map((source) => [source.id, source.text]));
-      for (const { number, id } of cited) list.append(element("li", "", `[${number}] ${given.get(id) ?? id}`));
-      turn.append(disclosure(`Sources (${cited.length})`, list, true));
+      for (const { number, id } of found.length ? found.filter((each) => numbers.has(each.number)) : cited) {
+        const source = found.find((each) => each.number === number);
+        const text = source ? [source.source, source.heading, source.text].filter(Boolean).join(" — ") : given.get(id) ?? id;
+        list.append(element("li", "", `[${number}] ${text}`));
+      }
+      turn.append(disclosure(`Sources (${list.children.length})`, list, true));
+    } else if (found.length) {
+      const list = element("ul");
+      for (const { number, source, heading } of found) list.append(element("li", "", `[${number}] ${[source, heading].filter(Boolean).join(" — ")}`));
+      turn.append(disclosure(`Found and not cited (${found.length})`, list));
     }
     showFigures(turn, timing, usage, own);
     if (own) turn.append(disclosure("What the server says", element("pre", "", JSON.stringify({ usage, headrace: own }, null, 2))));

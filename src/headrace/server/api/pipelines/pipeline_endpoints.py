@@ -41,7 +41,7 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
         )
         endpoint = f"/v1/pipelines/{name}"
         await answer_call(
-            context, call, context.exchange(call.caller, request, endpoint, call.timeline), _dialect(name)
+            context, call, context.exchange(call.caller, request, endpoint, call.timeline), pipeline_dialect(name)
         )
 
     async def interrupt(call: ApiCall) -> None:
@@ -71,6 +71,7 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
     )
 
 
-def _dialect(name: str) -> Dialect:
+def pipeline_dialect(name: str) -> Dialect:
+    """Return how `/v1/pipelines/NAME` reads and answers."""
     read = partial(read_pipeline_request, name)
     return Dialect("pipeline", PIPELINE_PARAMETERS, read, answer_body, PipelineEvents)
