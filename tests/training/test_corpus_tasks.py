@@ -22,7 +22,7 @@ from training.corpus.tools import TOOLS
 from training.corpus.values import NUMBER_WORDS
 
 MODULES = (reading, extraction, tools, triage, arithmetic)
-SOME = 3000
+SOME = 1200
 
 
 def seen_by_the_model(tools: tuple[JSON, ...], turns: tuple[Turn, ...]) -> str:
@@ -65,7 +65,7 @@ def test_nothing_held_out_is_in_training(module: ModuleType):
     questions = module.questions()
     held_out = {question.key for question in questions}
     asked = {seen_by_the_model(question.tools, question.turns) for question in questions}
-    for conversation in module.conversations(Random(1), 8_000):
+    for conversation in module.conversations(Random(1), 3_000):
         assert conversation.key not in held_out
         assert not is_held_out(conversation.key)
         for place, turn in enumerate(conversation.turns):

@@ -60,7 +60,7 @@ QUIET = Pace(print_steps=4, save_seconds=0.0, milestones=2)
 def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
     """A model that was trained for a few steps, so that no two logits are alike."""
     folder = tmp_path_factory.mktemp("run")
-    model = train(replace(SETTINGS, tokens=30_000), stream(tokenizer_folder), folder, pace=Pace(save_seconds=1e9))
+    model = train(replace(SETTINGS, tokens=12_000), stream(tokenizer_folder), folder, pace=Pace(save_seconds=1e9))
     write_model(model, tokenizer_folder, folder / "model")
     return folder / "model"
 
@@ -177,7 +177,7 @@ def test_the_rate_goes_up_and_then_down_to_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_both_optimisers_make_the_loss_fall(kind: Kind, tokenizer_folder: Path, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, tokens=25_000, optimiser=kind)
+    settings = replace(SETTINGS, tokens=14_000, optimiser=kind)
     train(settings, stream(tokenizer_folder), tmp_path, pace=Pace(print_steps=6))
     found = make.losses(tmp_path)
     assert found[-1] < 0.7 * found[0]
@@ -372,7 +372,7 @@ def test_every_conversation_of_the_corpus_fits_and_ends_with_an_answer() -> None
 
 
 def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--toy", "--folder", str(tmp_path), "--threads", "1", "--tokens", "60000", "--draft-tokens", "30000"]
+    arguments = ["--toy", "--folder", str(tmp_path), "--threads", "1", "--tokens", "32000", "--draft-tokens", "16000"]
     assert make.main([*arguments, "--sample", "1"]) == 0
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert set(results["acceptance"]) == set(MIXTURE)

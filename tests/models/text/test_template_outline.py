@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import RequestError
@@ -63,6 +63,7 @@ def chat(roles: list[str], contents: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40)
 @given(
     roles=st.sampled_from(
         [["user"], ["system", "user"], ["user", "assistant", "user"], ["system", "user", "assistant", "user"]]

@@ -11,7 +11,6 @@ from headrace.config import LadderConfig, ModelConfig, SurfaceConfig, TenantConf
 from headrace.config.cache_section import ExactConfig
 from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
 from headrace.engine.process.engine_client import OverloadedError
-from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.serving.fleet import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest
@@ -207,10 +206,7 @@ class Pressed:
         self.queue: dict[str, float] = {}  # seconds, by tenant
         self.clock = Clock()
         services = running.server.services
-        surfaces = running.server.config.surfaces
-        services.ladder = Ladder(
-            {name: resolve_ladder(name, each) for name, each in surfaces.items()}, clock=self.clock
-        )
+        services.ladder = Ladder.from_config(running.server.config.surfaces, clock=self.clock)
         plain = services.pressure.signals
 
         def signals(variant: str, tenant: str = "", **more: Any) -> Any:

@@ -122,10 +122,13 @@ class Ladder:
         self._states: OrderedDict[tuple[str, str], LadderState] = OrderedDict()
 
     @classmethod
-    def from_config(cls, surfaces: Mapping[str, SurfaceConfig]) -> Ladder:
+    def from_config(
+        cls, surfaces: Mapping[str, SurfaceConfig], *, clock: Callable[[], float] = time.monotonic
+    ) -> Ladder:
         ladders = {name: resolve_ladder(name, surfaces.get(name) or SurfaceConfig()) for name in SURFACES}
         return cls(
             {name: ladder for name, ladder in ladders.items() if ladder.steps},
+            clock=clock,
             patience_s={name: each.patience_s for name, each in surfaces.items() if each.patience_s is not None},
         )
 
