@@ -119,6 +119,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   const bool full = w.qk_norm == QkNorm::kFull;
   layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
   layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
+  layer.sinks = parts.list(attn + ".sinks");
   layer.qkv = parts.product(attn + ".qkv");
   layer.o = parts.product(attn + ".o");
   if (experts == 0) {
@@ -159,8 +160,10 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
   w.eps = parts.value<float>("eps");
   w.qk_norm = static_cast<QkNorm>(chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full"}, "qk norm"));
-  w.activation = static_cast<Activation>(
-      chosen(parts.value<std::string>("activation"), {"silu", "gelu", "gelu_tanh", "relu"}, "activation"));
+  w.activation = static_cast<Activation>(chosen(parts.value<std::string>("activation"),
+                                                {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu"}, "activation"));
+  w.gate_slope = parts.value<float>("gate_slope");
+  w.gate_limit = parts.value<float>("gate_limit");
   w.attention_scale = parts.value<float>("attention_scale");
   w.attention_softcap = parts.value<float>("attention_softcap");
   w.logit_softcap = parts.value<float>("logit_softcap");
@@ -180,6 +183,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.token_types = parts.list("token_types");
   w.distances = parts.list("distances");
   w.reach = parts.value<int64_t>("reach");
+  w.alibi = parts.value<std::vector<float>>("alibi");
   w.embed_norm = parts.norm("embed_norm", w.hidden);
   for (nb::handle entry : parts.value<nb::list>("ropes")) {
     nb::dict facts = facts_of(entry, "ropes");
@@ -198,6 +202,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   } else if (parts.has("head")) {
     w.head = parts.product("head");
   }
+  if (parts.has("head.bias")) w.head.bias = parts.padded("head.bias", w.vocab, kPanel);
   return w;
 }
 

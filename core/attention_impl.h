@@ -289,6 +289,15 @@ inline Bias bias_of(const AttentionArgs& args, int64_t i, int64_t start) {
   return bias;
 }
 
+// Where the running maximum and sum of the (token, head) row `i` of a call begin: with its head's sink, or nothing.
+template <typename Unit>
+inline void begin_softmax(const AttentionArgs& args, int64_t i, float* peak, float* total) {
+  const int64_t heads = args.heads_per_kv;
+  const bool sinks = args.sinks != nullptr;
+  *peak = sinks ? args.sinks[args.kv_head * heads + i % heads] * Unit::kUnit : kMinusInfinity;
+  *total = sinks ? 1.0f : 0.0f;
+}
+
 // One row's scores of a chunk become weights; its output and total fade by what its maximum rose. `seen` is not empty.
 template <typename Unit>
 inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span seen, const Bias& bias, float* scores,
@@ -369,10 +378,7 @@ void attend_by(const AttentionArgs& args) {
     }
   }
   for (int64_t i = 0; i < count * size; ++i) outputs[i] = 0.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    peaks[i] = kMinusInfinity;
-    totals[i] = 0.0f;
-  }
+  for (int64_t i = 0; i < count; ++i) begin_softmax<Unit>(args, i, peaks + i, totals + i);
 
   for (int64_t start = begin / kAttentionChunk * kAttentionChunk; start < end; start += kAttentionChunk) {
     const int64_t first = (most(begin, start) - start) / kBlock;

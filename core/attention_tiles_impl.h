@@ -178,10 +178,7 @@ void attend_by_tiles(const AttentionArgs& args) {
   }
   for (int64_t i = count * depth; i < held * depth; ++i) buffers.queries[i] = 0;
   for (int64_t i = 0; i < held * depth; ++i) buffers.outputs[i] = 0.0f;
-  for (int64_t i = 0; i < held; ++i) {
-    buffers.peaks[i] = kMinusInfinity;
-    buffers.totals[i] = 0.0f;
-  }
+  for (int64_t i = 0; i < held; ++i) begin_softmax<Twos>(args, i, buffers.peaks + i, buffers.totals + i);
 
   Tiles tiles;
   tiles.shape({at_once, kTileBytes});

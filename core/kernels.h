@@ -15,7 +15,8 @@ constexpr int64_t kRowPad = 128;         // floats; widths of row buffers are mu
 constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolute positions
 constexpr int64_t kPeakBlock = 32;       // logits that share a peak: a panel of the head's, and a word of a mask
 
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu };
+// kClampedSilu is gated only: see Opening.
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu };
 
 // Rows as a product's instructions take them. For integer weights: quantised to int8 by groups of inputs, value = scale
 // * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.
@@ -40,6 +41,9 @@ struct Opening {
   Activation kind;
   bool gated;
   int64_t width;  // of the opened row; out is zero from there to the end of its panel
+  // kClampedSilu: g / (1 + e^(-slope * g)) * (v + 1), with gates g at most limit and values v within it on both sides.
+  float slope = 1.0f;
+  float limit = 0.0f;
 };
 
 struct ProductArgs {
@@ -83,6 +87,7 @@ struct AttentionArgs {
   const float* bias;  // of head 0
   int64_t bias_stride;
   int64_t bias_reach;
+  const float* sinks = nullptr;  // [all heads]: a score of each head that takes weight and adds no value; or null
   const KvLayout* layout;
   const uint8_t* layer_base;  // record of block 0, head 0 of the layer
   const int32_t* block_table;

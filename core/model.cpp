@@ -130,6 +130,11 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
 
 // Sixteen lanes read a head's table at once, so each end is repeated.
 void Model::spread_distances() {
+  for (float slope : w_.alibi) {
+    for (int64_t i = -w_.reach; i <= w_.reach; ++i) {
+      w_.distances.push_back(-slope * static_cast<float>(std::abs(i)));
+    }
+  }
   if (w_.distances.empty()) return;
   bias_reach_ = w_.reach + 16;
   bias_stride_ = 2 * bias_reach_ + 16;
@@ -433,6 +438,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       call.bias = bias_.data();
       call.bias_stride = bias_stride_;
       call.bias_reach = bias_reach_;
+      call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
       call.layout = &args.kv->layout();
       call.layer_base = args.kv->record(index, 0, 0);
       call.block_table = args.block_tables + sequence * args.table_stride;
@@ -447,7 +453,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
 }
 
 void Model::feed_forward(const Layer& layer, int64_t rows) {
-  const Opening opening{w_.activation, w_.gated, w_.inner};
+  const Opening opening = opening_of(w_.inner);
   multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
   fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
@@ -502,7 +508,7 @@ void Model::add_shared(const Layer& layer, int64_t rows) {
     multiply(layer.shared_gate, normed_.data(), hidden_pad_, rows, router_.data(), gate_stride);
   }
   fit_rows(rows, normed_.data(), hidden_pad_, w_.hidden, layer.shared.up);
-  const Opening opening{w_.activation, w_.gated, w_.shared_inner};
+  const Opening opening = opening_of(w_.shared_inner);
   multiply(layer.shared.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);
   fit_rows(rows, inner_.data(), inner_pad_, w_.shared_inner, layer.shared.down);
@@ -584,7 +590,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       }
     });
   };
-  const Opening opening{w_.activation, w_.gated, w_.expert_inner};
+  const Opening opening = opening_of(w_.expert_inner);
   multiply_experts([](const Mlp& mlp) -> const Product& { return mlp.up; }, expert_in_.data(), hidden_pad_,
                    inner_.data(), inner_pad_, &opening);
   times_.end(Stage::kUp);

@@ -66,6 +66,7 @@ struct Layer {
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
+  std::vector<float> sinks;  // [heads], see AttentionArgs, or empty
   Product qkv, o;
   Mlp mlp;
   Product router;
@@ -95,6 +96,8 @@ struct ModelWeights {
   float eps = 0.0f;
   QkNorm qk_norm = QkNorm::kNone;
   Activation activation = Activation::kSilu;
+  float gate_slope = 1.0f;  // of kClampedSilu, as its limit
+  float gate_limit = 0.0f;
   float attention_scale = 1.0f;
   float attention_softcap = 0.0f;
   float logit_softcap = 0.0f;
@@ -109,6 +112,7 @@ struct ModelWeights {
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
   std::vector<float> token_types;  // [count][hidden], or empty
   std::vector<float> distances;  // [heads][2 * reach + 1], added to scores by a key's distance -reach..reach, or empty
+  std::vector<float> alibi;      // [heads]: what a score loses with each token of distance, up to reach, or empty
   int64_t reach = 0;             // beyond, a distance counts as the farthest
   NormWeights embed_norm;
   std::vector<Rope> ropes;
@@ -196,6 +200,7 @@ class Model {
   void keep_wanted(const StepArgs& args);
   void results(const StepArgs& args);
   QuantisedRows quantised() const;
+  Opening opening_of(int64_t width) const { return {w_.activation, w_.gated, width, w_.gate_slope, w_.gate_limit}; }
   uint8_t* product_scratch_of(int thread) { return product_scratch_.data() + thread * product_stride_; }
   bool tiles(int64_t rows) const;  // whether the codes of a step's rows lie in tile order
   bool changes_rows(const Product& product) const;

@@ -28,6 +28,7 @@ void Model::check_weights() const {
     refuse("expert_inner out of range: " + std::to_string(w_.expert_inner));
   }
   if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
+  if (w_.activation == Activation::kClampedSilu && !w_.gated) refuse("the activation clamped_silu needs gates");
   if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
   auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
     const Layout& layout = product.weights.layout;
@@ -47,6 +48,9 @@ void Model::check_weights() const {
   const size_t types = w_.token_types.size();
   if (types % static_cast<size_t>(w_.hidden) != 0) refuse("token_types has the wrong size");
   if (w_.reach < 0 || w_.reach > (int64_t{1} << 20)) refuse("reach out of range: " + std::to_string(w_.reach));
+  if (!w_.alibi.empty() && (static_cast<int64_t>(w_.alibi.size()) != w_.heads || !w_.distances.empty())) {
+    refuse("alibi has the wrong size, or distances are there too");
+  }
   if (!w_.distances.empty() && static_cast<int64_t>(w_.distances.size()) != w_.heads * (2 * w_.reach + 1)) {
     refuse("distances has the wrong size");
   }
@@ -65,6 +69,9 @@ void Model::check_weights() const {
     shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
     if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
       refuse(name + " lacks its q and k norms");
+    }
+    if (!layer.sinks.empty() && static_cast<int64_t>(layer.sinks.size()) != w_.heads) {
+      refuse(name + ".attn.sinks has the wrong size");
     }
     if (layer.experts.empty()) {
       mlp_shaped(layer.mlp, w_.inner, name + ".mlp");

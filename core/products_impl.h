@@ -463,8 +463,13 @@ inline void write_opened(const ProductArgs& args, int64_t panel, int64_t panels,
   for (int64_t r = 0; r < count; ++r) {
     const float* row_outputs = outputs + r * part.out_stride;
     for (int64_t i = 0; i < width; i += 16) {
-      F16 opened = activation_of(opening.kind, load(row_outputs + i));
-      if (opening.gated) opened = mul(opened, load(row_outputs + kPanel + i));
+      F16 opened;
+      if (opening.kind == Activation::kClampedSilu) {
+        opened = clamped_silu(load(row_outputs + i), load(row_outputs + kPanel + i), opening.slope, opening.limit);
+      } else {
+        opened = activation_of(opening.kind, load(row_outputs + i));
+        if (opening.gated) opened = mul(opened, load(row_outputs + kPanel + i));
+      }
       // Beyond the width there may be the NaN of 0 * infinity, which nothing may see.
       const int64_t held = opening.width - first - i;
       if (held < 16) opened = keep_lanes(opened, 0, static_cast<int>(held), splat(0.0f));

@@ -102,8 +102,20 @@ inline F16 activation_of(Activation kind, F16 x) {
     }
     case Activation::kRelu:
       return maximum(x, splat(0.0f));
+    case Activation::kClampedSilu:
+      break;  // takes the value too
   }
   return x;
+}
+
+// See Opening. NaN stays NaN.
+inline F16 clamped_silu(F16 gate, F16 value, float slope, float limit) {
+  const F16 top = splat(limit);
+  const F16 bottom = splat(-limit);
+  gate = where_less(top, gate, top, gate);
+  value = where_less(top, value, top, where_less(value, bottom, bottom, value));
+  const F16 opened = divide(gate, add(splat(1.0f), exponential(mul(gate, splat(-slope)))));
+  return mul(opened, add(value, splat(1.0f)));
 }
 
 }  // namespace

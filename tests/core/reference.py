@@ -123,7 +123,11 @@ def forward(
         return y + weight(f"{name}.bias") if f"{name}.bias" in tensors else y
 
     def mlp(name: str, x: Doubles, inner: int) -> Doubles:
-        if spec.gated:
+        if spec.activation == "clamped_silu":
+            both = product(f"{name}.gate_up", x)
+            gate, up = np.minimum(both[:, :inner], spec.gate_limit), both[:, inner:]
+            opened = gate * sigmoid(spec.gate_slope * gate) * (np.clip(up, -spec.gate_limit, spec.gate_limit) + 1)
+        elif spec.gated:
             both = product(f"{name}.gate_up", x)
             opened = activation(spec.activation, both[:, :inner]) * both[:, inner:]
         else:
@@ -134,6 +138,8 @@ def forward(
         experts = spec.experts
         assert experts is not None
         scores = x @ weight(f"{name}.router").T
+        if experts.bias:
+            scores = scores + weight(f"{name}.router.bias")
         chances = sigmoid(scores) if experts.scoring == "sigmoid" else softmax(scores)
         y = np.zeros_like(x)
         for row, chance in enumerate(chances):
@@ -184,10 +190,17 @@ def forward(
         if spec.distance_buckets:
             table = spread_buckets(tensors["distances"], spec.max_distance).astype(np.float64)
             scores = scores + table[:, np.clip(j - i, -spec.max_distance, spec.max_distance) + spec.max_distance] * unit
+        if spec.alibi:
+            scores = scores - np.array(spec.alibi)[:, None, None] * abs(j - i) * unit
         seen = (j <= i) if spec.causal else np.full((count, count), True)
         if layer.window:
             seen &= abs(j - i) < layer.window
         scores = np.where(seen, scores, -np.inf)
+        if spec.sinks:  # before all tokens, where the core's running maximum begins
+            sinks = np.broadcast_to(weight(f"{name}.sinks")[:, None, None] * unit, (spec.heads, count, 1))
+            scores = np.concatenate([sinks, scores], axis=2)
+            v_scale = np.concatenate([np.ones_like(v_scale[:1]), v_scale])
+            v = np.concatenate([np.zeros_like(v[:1]), v])
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
         return product(f"{name}.o", np.einsum("hij,jhd->ihd", weights, v).reshape(count, spec.q_size))
 
@@ -212,6 +225,8 @@ def forward(
     if hidden:
         return x
     logits = read(x) @ weight("embed" if spec.tied else "head").T
+    if spec.head_bias:
+        logits = logits + weight("head.bias")
     return spec.logit_softcap * np.tanh(logits / spec.logit_softcap) if spec.logit_softcap else logits
 
 

@@ -487,6 +487,109 @@ def _starcoder2() -> Any:
     return transformers.Starcoder2Config(**SIZES, sliding_window=WINDOW, norm_epsilon=1e-3)
 
 
+def _gpt_oss() -> Any:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.GptOssConfig(
+        **SIZES,
+        head_dim=24,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW,
+        swiglu_limit=1.5,
+        rope_parameters=rope,
+    )
+
+
+OWN_SIZES = {key: SIZES[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+GPT2_SIZES: dict[str, Any] = {**OWN_SIZES, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT}
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2Config(**GPT2_SIZES, n_inner=96)
+
+
+def _gpt_bigcode() -> Any:
+    return transformers.GPTBigCodeConfig(**GPT2_SIZES)
+
+
+def _gpt_bigcode_heads() -> Any:
+    return transformers.GPTBigCodeConfig(**GPT2_SIZES, multi_query=False, activation_function="gelu")
+
+
+def _opt() -> Any:
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("intermediate_size", "num_key_value_heads")}
+    return transformers.OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=64)
+
+
+def _gpt_neox() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    return transformers.GPTNeoXConfig(**ENCODER_SIZES, rope_parameters=rope)
+
+
+def _gpt_neox_in_turn() -> Any:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0, "partial_rotary_factor": 0.5}
+    return transformers.GPTNeoXConfig(
+        **ENCODER_SIZES, rope_parameters=rope, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"
+    )
+
+
+def _own_neox_config(saved: dict[str, Any]) -> dict[str, Any]:
+    """As Pythia is published."""
+    rope = saved.pop("rope_parameters")
+    return {**saved, "rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+
+
+def _gptj() -> Any:
+    return transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=8, tie_word_embeddings=False)
+
+
+FALCON_SIZES = {key: SIZES[key] for key in SIZES if key not in ("intermediate_size", "num_key_value_heads")}
+
+
+def _falcon() -> Any:
+    return transformers.FalconConfig(**FALCON_SIZES)
+
+
+def _falcon_groups() -> Any:
+    return transformers.FalconConfig(
+        **FALCON_SIZES, num_kv_heads=2, new_decoder_architecture=True, ffn_hidden_size=96, bias=True
+    )
+
+
+def _falcon2() -> Any:
+    return transformers.FalconConfig(
+        **FALCON_SIZES,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+        tie_word_embeddings=False,
+    )
+
+
+def _falcon_in_turn() -> Any:
+    return transformers.FalconConfig(**FALCON_SIZES, multi_query=False, parallel_attn=False, bias=True)
+
+
+def _bloom() -> Any:
+    return transformers.BloomConfig(**OWN_SIZES, hidden_size=72, n_layer=3, n_head=6)
+
+
+def _mpt() -> Any:
+    return transformers.MptConfig(**OWN_SIZES, d_model=72, n_layers=3, n_heads=6, max_seq_len=CONTEXT)
+
+
+def _phi() -> Any:
+    return transformers.PhiConfig(**SIZES, tie_word_embeddings=False)
+
+
 def _eurobert() -> Any:
     sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
     return transformers.EuroBertConfig(**sizes, head_dim=24)
@@ -527,6 +630,21 @@ TINY: dict[str, Tiny] = {
     "ernie": Tiny("Ernie4_5ForCausalLM", _ernie),
     "stablelm": Tiny("StableLmForCausalLM", _stablelm),
     "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
+    "gpt-oss": Tiny("GptOssForCausalLM", _gpt_oss),
+    "gpt2": Tiny("GPT2LMHeadModel", _gpt2),
+    "gpt-bigcode": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode),
+    "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads),
+    "opt": Tiny("OPTForCausalLM", _opt),
+    "pythia": Tiny("GPTNeoXForCausalLM", _gpt_neox, saved=_own_neox_config),
+    "gpt-neox-in-turn": Tiny("GPTNeoXForCausalLM", _gpt_neox_in_turn),
+    "gptj": Tiny("GPTJForCausalLM", _gptj),
+    "falcon": Tiny("FalconForCausalLM", _falcon),
+    "falcon-groups": Tiny("FalconForCausalLM", _falcon_groups),
+    "falcon2": Tiny("FalconForCausalLM", _falcon2),
+    "falcon-in-turn": Tiny("FalconForCausalLM", _falcon_in_turn),
+    "bloom": Tiny("BloomForCausalLM", _bloom),
+    "mpt": Tiny("MptForCausalLM", _mpt),
+    "phi": Tiny("PhiForCausalLM", _phi),
     "mixtral": Tiny("MixtralForCausalLM", _mixtral),
     "mixtral-fused": Tiny("MixtralForCausalLM", _mixtral_window, save={"save_original_format": False}),
     "bert": Tiny("BertModel", _bert, encoder=True),
@@ -572,7 +690,12 @@ TINY |= {
 }
 DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
 # Those whose layers `headrace compress` computes.
-UNCOMPRESSED = ("qwen2-moe", "glm4-moe", "cohere", "cohere2", "glm", "glm4", "ernie", "granite-moe")
+UNCOMPRESSED = tuple(
+    """
+    gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
+    falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
+    """.split()
+)
 COMPRESSIBLE = tuple(name for name in DECODERS if name not in UNCOMPRESSED)
 ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
 RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)

@@ -75,7 +75,9 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             parameter="model",
         )
     experts = folder.spec.experts
-    if folder.spec.parallel or (experts and (experts.shared_size or experts.scoring != "softmax")):
+    mixture = experts is not None and (experts.shared_size or experts.scoring != "softmax" or experts.bias)
+    spec = folder.spec
+    if spec.parallel or spec.sinks or spec.alibi or spec.learned_positions or mixture:
         raise RequestError(
             f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
             "int8 or int4 instead.",

@@ -64,6 +64,16 @@ class ConfigJson:
         """Return a copy with another value."""
         return self._with({**self._values, key: value}, self._prefix)
 
+    def renamed(self, names: Mapping[str, str]) -> ConfigJson:
+        """Return a copy that has the values of a family's own keys (the first of each pair) under the usual ones too,
+        where it lacks those. Messages name the own keys."""
+        values, spelled = dict(self._values), dict(self._spelled)
+        for own, usual in names.items():
+            if self.has(own) and usual not in values:
+                values[usual] = values[own]
+                spelled[self._prefix + usual] = self._prefix + own
+        return ConfigJson(values, path=self.path, prefix=self._prefix, read=self._read, spelled=spelled)
+
     def unread(self) -> list[tuple[str, str, object]]:
         """Return the prefix, name and value of the keys that nothing has looked up; also of objects that were read."""
         found: list[tuple[str, str, object]] = []

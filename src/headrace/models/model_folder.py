@@ -83,14 +83,15 @@ class ModelFolder:
 
     def _part(self, name: str, part: TensorPart) -> DenseTensor:
         tensor = self.weights.dense(part.name)
-        if part.pairs is not None:
-            data = tensor.data[part.row_order(len(tensor.data))]
-        elif part.row is not None:
-            data = tensor.data[part.row : part.row + 1]
-        elif part.index is not None:
-            data = tensor.data[part.index]
-        else:
+        if part == TensorPart(part.name):
             return tensor
+        data = tensor.data if part.index is None else tensor.data[part.index]
+        if part.row is not None:
+            data = data[part.row : part.row + 1]
+        if part.transposed:
+            data = data.T
+        order = part.row_order(len(data))
+        data = np.ascontiguousarray(data if order is None else data[order])
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
 
     def check_shapes(self) -> None:
@@ -103,10 +104,14 @@ class ModelFolder:
                     if len(shape_on_disk) < 2 or part.index >= shape_on_disk[0]:
                         raise self._shape_error(part, shape_on_disk, f"at least {part.index + 1} experts")
                     shape_on_disk = shape_on_disk[1:]
+                if part.transposed:
+                    shape_on_disk = shape_on_disk[::-1]
                 if part.row is not None and shape_on_disk and part.row < shape_on_disk[0]:
                     shape_on_disk = (1, *shape_on_disk[1:])
                 if shape_on_disk != (rows, *shape[1:]):
-                    raise self._shape_error(part, shape_on_disk, "x".join(map(str, (rows, *shape[1:]))))
+                    expected = (rows, *shape[1:])[:: -1 if part.transposed else 1]
+                    on_disk = shape_on_disk[:: -1 if part.transposed else 1]
+                    raise self._shape_error(part, on_disk, "x".join(map(str, expected)))
 
     def part_rows(self, name: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a canonical tensor."""

@@ -20,7 +20,8 @@ from typing import Literal
 import msgspec
 
 NormKind = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = PlainActivation | Literal["clamped_silu"]  # gated only: act(gate) * (up + 1), both clamped (gpt-oss)
 QkNorm = Literal["none", "head", "full"]
 Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
 PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
@@ -60,6 +61,7 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # multiplies the weights of the chosen experts
     shared_size: int = 0  # inner size of an expert that every token goes to; 0: none
     shared_gate: bool = False  # that expert's output has a weight of its own, a sigmoid
+    bias: bool = False  # of the router and of every expert
 
 
 class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +125,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: QkNorm = "none"  # "head": over each head's dims; "full": over all heads' dims at once
 
     activation: Activation = "silu"
+    gate_slope: float = 1.0  # of "clamped_silu": gate * sigmoid(slope * gate)
+    gate_limit: float = 0.0  # of "clamped_silu": gates are at most this, values within it on both sides
     gated: bool = True
     qkv_bias: bool = False
     o_bias: bool = False
@@ -131,15 +135,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ropes: tuple[RopeSpec, ...] = ()
     attention_scale: float
     attention_softcap: float = 0.0  # 0: none
+    sinks: bool = False  # a learned score of each head takes weight in the softmax and adds no value (gpt-oss)
     logit_softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # multiplies the weights of the final norm, and so the logits
     embedding_scale: float = 1.0
     tied: bool = False  # the output head is the embedding
     experts: ExpertSpec | None = None
 
-    # Encoders only.
     learned_positions: int = 0
     position_offset: int = 0  # rows of the files' table before the position of the first token (RoBERTa)
+    alibi: tuple[float, ...] = ()  # what a head's score loses with each token of distance, instead of a rope
+    head_bias: bool = False
+
+    # Encoders only, but for `embedding_norm`.
     token_types: int = 0
     embedding_norm: bool = False
     distance_buckets: int = 0  # a score has a bias by its key's distance, in buckets (MPNet)
@@ -225,14 +233,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
         elif spec.qk_norm == "full":
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
+        if spec.sinks:
+            shapes[f"{attn}.sinks"] = (spec.heads,)
         product(f"{attn}.o", hidden, spec.q_size, bias=spec.o_bias)
         sublayer_norms(feed, before=not spec.shared_norm)
         if layer.experts and (experts := spec.experts) is not None:
-            shapes[f"{feed}.router"] = (experts.count, hidden)
+            product(f"{feed}.router", experts.count, hidden, bias=experts.bias)
             if experts.correction:
                 shapes[f"{feed}.router_bias"] = (experts.count,)
             for expert in range(experts.count):
-                mlp(f"{feed}.experts.{expert}", experts.intermediate_size, bias=False)
+                mlp(f"{feed}.experts.{expert}", experts.intermediate_size, bias=experts.bias)
             if experts.shared_size:
                 mlp(f"{feed}.shared", experts.shared_size, bias=False)
             if experts.shared_gate:
@@ -243,6 +253,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norm("norm")
     if spec.kind == "decoder" and not spec.tied:
         shapes["head"] = (spec.vocab_size, hidden)
+    if spec.kind == "decoder" and spec.head_bias:
+        shapes["head.bias"] = (spec.vocab_size,)
     for index, layer in enumerate(spec.pooled_layers):
         product(f"pooled.{index}", layer.outputs, layer.inputs, bias=layer.bias)
         if layer.norm:

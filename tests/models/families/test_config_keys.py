@@ -66,6 +66,18 @@ def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tin
         ("qwen2", {"is_causal": False}, "is_causal.*sliding window"),
         ("qwen2-yarn", {"is_causal": "no"}, "is_causal.*true or false"),
         ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ("gpt-oss", {"experts_per_token": 2}, "experts_per_token.*num_experts_per_tok"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"n_embd": 0}, "'n_embd'.*integer from 1"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("falcon", {"alibi": True}, "alibi.*rope"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
+        ("bloom", {"seq_length": 1 << 20}, "'seq_length'"),
+        ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:

@@ -58,6 +58,7 @@ def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str,
     joined: dict[str, tuple[int, ...]] = {}
     for canonical, parts in sources.items():
         shapes = [saved[part.name] if part.index is None else saved[part.name][1:] for part in parts]
+        shapes = [shape[::-1] if part.transposed else shape for shape, part in zip(shapes, parts, strict=True)]
         assert len({shape[1:] for shape in shapes}) == 1
         joined[canonical] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     assert joined == tensor_shapes(spec)
@@ -323,7 +324,7 @@ def test_plain_llama_config_needs_no_more_than_its_sizes() -> None:
             {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
             "high_freq_factor",
         ),
-        ({"architectures": ["FalconForCausalLM"]}, "Unknown architecture 'FalconForCausalLM'.*LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "Unknown architecture 'MambaForCausalLM'.*LlamaForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"architectures": []}, "architectures"),
         ({"architectures": "LlamaForCausalLM"}, "architectures"),
@@ -433,3 +434,134 @@ def test_mutated_config_gives_a_sane_spec_or_a_model_error(data: st.DataObject, 
     numbers = [value for value in msgspec.structs.astuple(spec) if isinstance(value, float)]
     assert all(math.isfinite(value) for value in numbers)
     assert all(size > 0 for shape in tensor_shapes(spec).values() for size in shape)
+
+
+# Keys of published configs, without those of training and generation.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "summary_activation": None,
+        "summary_proj_to_labels": True,
+        "vocab_size": 50257,
+    },
+    "falcon-7b": {
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "architectures": ["FalconForCausalLM"],
+        "bias": False,
+        "hidden_size": 4544,
+        "layer_norm_epsilon": 1e-05,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_attention_heads": 71,
+        "num_hidden_layers": 32,
+        "parallel_attn": True,
+        "vocab_size": 65024,
+    },
+    "bloom-560m": {
+        "apply_residual_connection_post_layernorm": False,
+        "architectures": ["BloomForCausalLM"],
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "layer_norm_epsilon": 1e-05,
+        "masked_softmax_fusion": True,
+        "n_embed": 1024,
+        "n_inner": None,
+        "n_layer": 24,
+        "num_attention_heads": 16,
+        "offset_alibi": 100,
+        "seq_length": 2048,
+        "skip_bias_add": True,
+        "skip_bias_add_qkv": False,
+        "vocab_size": 250880,
+    },
+    "mpt-7b": {
+        "architectures": ["MPTForCausalLM"],
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "attn_impl": "torch",
+            "attn_pdrop": 0,
+            "attn_type": "multihead_attention",
+            "attn_uses_sequence_id": False,
+            "clip_qkv": None,
+            "prefix_lm": False,
+            "qk_ln": False,
+            "softmax_scale": None,
+        },
+        "d_model": 4096,
+        "emb_pdrop": 0,
+        "embedding_fraction": 1.0,
+        "expansion_ratio": 4,
+        "init_config": {"name": "kaiming_normal_"},
+        "init_device": "cpu",
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "max_seq_len": 2048,
+        "n_heads": 32,
+        "n_layers": 32,
+        "no_bias": True,
+        "norm_type": "low_precision_layernorm",
+        "vocab_size": 50432,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    values = PUBLISHED[name]
+    spec = spec_of(values)
+    assert spec.vocab_size == values["vocab_size"]
+    found = {
+        "gpt-oss-20b": (spec.kv_heads, spec.layers[0].window, spec.layers[1].window, spec.gate_limit),
+        "gpt2": (spec.intermediate_size, spec.learned_positions, spec.tied, spec.head_size),
+        "falcon-7b": (spec.heads, spec.kv_heads, spec.intermediate_size, spec.shared_norm),
+        "bloom-560m": (spec.context, spec.intermediate_size, spec.embedding_norm, spec.alibi[:2]),
+        "mpt-7b": (spec.context, spec.norm_bias, spec.alibi[:2], spec.attention_scale),
+    }
+    expected: dict[str, Any] = {
+        "gpt-oss-20b": (8, 128, 0, 7.0),
+        "gpt2": (3072, 1024, True, 64),
+        "falcon-7b": (71, 1, 18176, True),
+        "bloom-560m": (2048, 4096, True, (float(np.float32(2**-0.5)), 0.5)),
+        "mpt-7b": (2048, False, (float(np.float32(2**-0.25)), float(np.float32(2**-0.5))), 128**-0.5),
+    }
+    assert found[name] == expected[name]

@@ -13,29 +13,29 @@ from msgspec.structs import replace
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
-    bert,
+    bloom,
     cohere,
     ernie,
-    eurobert,
     exaone,
+    falcon,
     gemma,
     gemma1,
     glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mixtral,
-    modernbert,
-    mpnet,
-    nomic,
     olmo,
     phi,
     qwen,
-    roberta,
     stablelm,
     starcoder,
 )
 from headrace.models.families.config_keys import check_keys
 from headrace.models.families.decoder import check_size
+from headrace.models.families.encoders import bert, eurobert, modernbert, mpnet, nomic, roberta
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
 from headrace.models.sentence_files import read_max_tokens, read_pooling
@@ -68,6 +68,11 @@ FAMILIES: tuple[Family, ...] = (
     stablelm,
     starcoder,
     mixtral,
+    gpt_oss,
+    gpt2,
+    gpt_neox,
+    falcon,
+    bloom,
     bert,
     roberta,
     mpnet,
@@ -103,6 +108,16 @@ HEADLESS: dict[str, str] = {
     "Ernie4_5Model": "Ernie4_5ForCausalLM",
     "StableLmModel": "StableLmForCausalLM",
     "Starcoder2Model": "Starcoder2ForCausalLM",
+    "GptOssModel": "GptOssForCausalLM",
+    "GPT2Model": "GPT2LMHeadModel",
+    "GPTBigCodeModel": "GPTBigCodeForCausalLM",
+    "OPTModel": "OPTForCausalLM",
+    "GPTNeoXModel": "GPTNeoXForCausalLM",
+    "GPTJModel": "GPTJForCausalLM",
+    "FalconModel": "FalconForCausalLM",
+    "BloomModel": "BloomForCausalLM",
+    "MptModel": "MptForCausalLM",
+    "PhiModel": "PhiForCausalLM",
     "Gemma2Model": "Gemma2ForCausalLM",
     "Gemma3TextModel": "Gemma3ForCausalLM",
     "Phi3Model": "Phi3ForCausalLM",

@@ -49,7 +49,7 @@ def check_keys(config: ConfigJson, ignored: Iterable[str] = ()) -> None:
     for prefix, key, value in config.unread():
         if value is None or value is False or value in ({}, [], ""):
             continue
-        if prefix in ("", "text_config.") and (key in known or _PATTERNS.fullmatch(key)):
+        if prefix in ("", "text_config.", "attn_config.") and (key in known or _PATTERNS.fullmatch(key)):
             continue
         if key in _ROPE and prefix.removesuffix(".").rpartition(".")[2] in _ROPES:
             continue

@@ -20,12 +20,12 @@ from headrace.models.config_json import (
     ConfigJson,
 )
 from headrace.models.families.family import TensorPart, TensorSources
-from headrace.models.spec import Activation, ExpertSpec, LayerSpec, ModelSpec, RopeSpec, tensor_shapes
+from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, PlainActivation, RopeSpec, tensor_shapes
 
 MAX_PARAMETERS: Final = 1 << 42
 MAX_EXPERT_TENSORS: Final = 1 << 18  # experts times layers
 
-ACTIVATIONS: Final[Mapping[str, Activation]] = {
+ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -48,6 +48,7 @@ LLAMA_NAMES: Final[TensorNames] = {
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn.q_norm": ("self_attn.q_norm",),
     "attn.k_norm": ("self_attn.k_norm",),
+    "attn.sinks": ("self_attn.sinks",),
     "attn.o": ("self_attn.o_proj",),
     "mlp.norm": ("post_attention_layernorm",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -84,6 +85,13 @@ def head_size(config: ConfigJson, *, default: int | None = None) -> int:
             "num_attention_heads", f"a divisor of hidden_size ({hidden}) into heads of at most 4096 dims"
         )
     return hidden // heads
+
+
+def four_times_hidden(config: ConfigJson) -> ConfigJson:
+    """Return a config whose MLP is four times as wide as its hidden states if it does not say."""
+    if config.has("intermediate_size"):
+        return config
+    return config.with_value("intermediate_size", 4 * config.size("hidden_size", maximum=MAX_HIDDEN))
 
 
 def layer_windows(config: ConfigJson, window: int | None, default: tuple[bool, ...]) -> tuple[int, ...]:
@@ -204,7 +212,7 @@ def named_sources(
 
     def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
-        if name.endswith(".router_bias"):
+        if name.endswith((".router_bias", ".sinks")):
             _, number, leaf = name.split(".", 2)
             return (TensorPart(f"{prefix}{layer}.{number}.{table[leaf][0]}"),)
         if name == "head":
@@ -235,6 +243,15 @@ def paired_sources(sources: TensorSources, spec: ModelSpec) -> TensorSources:
         return (*(TensorPart(part.name, pairs=pairs) for part in rotated), values)
 
     return {name: paired(name, parts) for name, parts in sources.items()}
+
+
+def grouped_sources(sources: TensorSources, spec: ModelSpec) -> TensorSources:
+    """Return the sources of a model whose files have queries, keys and values in one tensor, key head by key head."""
+    group = (spec.heads // spec.kv_heads, spec.head_size)
+    return {
+        name: (TensorPart(parts[0].name, grouped=group),) if ".attn.qkv" in name else parts
+        for name, parts in sources.items()
+    }
 
 
 def fuse_experts(

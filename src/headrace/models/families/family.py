@@ -18,16 +18,23 @@ class TensorPart(msgspec.Struct, frozen=True):
 
     `pairs` is set for queries and keys whose files have the rows of a head in the pairs that the rope rotates: the
     rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
-    second.
+    second. `grouped` is set for queries, keys and values in one tensor, head by head of the keys: the queries of each
+    key, and the rows of a head. `transposed` is set for [inputs, outputs].
     """
 
     name: str
     index: int | None = None
     row: int | None = None
     pairs: tuple[int, int] | None = None
+    grouped: tuple[int, int] | None = None
+    transposed: bool = False
 
     def row_order(self, rows: int) -> NDArray[np.intp] | None:
         """Return which row of the file each of our rows is; None if they are in our order."""
+        if self.grouped is not None:
+            queries, size = self.grouped
+            groups = np.arange(rows).reshape(-1, queries + 2, size)
+            return np.concatenate([groups[:, :-2].ravel(), groups[:, -2].ravel(), groups[:, -1].ravel()])
         if self.pairs is None:
             return None
         size, rotated = self.pairs

@@ -19,6 +19,7 @@ from headrace.models.quantised.bitsandbytes import BitsAndBytes
 from headrace.models.quantised.compressed_tensors import CompressedTensors
 from headrace.models.quantised.fp8 import Fp8
 from headrace.models.quantised.gptq import Gptq
+from headrace.models.quantised.mxfp4 import ExpertTensors, Mxfp4
 
 _SCHEMES: Final[Mapping[str, Callable[[ConfigJson], Scheme]]] = {
     "awq": Awq.from_config,
@@ -27,6 +28,7 @@ _SCHEMES: Final[Mapping[str, Callable[[ConfigJson], Scheme]]] = {
     "fbgemm_fp8": Fp8.from_config,
     "fp8": Fp8.from_config,
     "gptq": Gptq.from_config,
+    "mxfp4": Mxfp4.from_config,
 }
 
 
@@ -47,7 +49,8 @@ def read_scheme(config: ConfigJson) -> Scheme | None:
 class QuantisedWeights:
     """The tensors of a quantised model folder by the names that they would have if it were not quantised."""
 
-    def __init__(self, stored: ModelWeights, scheme: Scheme) -> None:
+    def __init__(self, files: ModelWeights, scheme: Scheme) -> None:
+        stored = ExpertTensors(files) if isinstance(scheme, Mxfp4) else files
         self._stored = stored
         self.scheme = scheme
         self._layers: dict[str, QuantisedLayer] = {}

@@ -6,7 +6,7 @@ They are BERTs whose first token has the position after that of padding.
 from __future__ import annotations
 
 from headrace.models.config_json import MAX_VOCAB, ConfigJson
-from headrace.models.families.encoder import BERT_NAMES, bert_sources, bert_spec
+from headrace.models.families.encoders.encoder import BERT_NAMES, bert_sources, bert_spec
 from headrace.models.families.family import TensorSources
 from headrace.models.spec import ModelSpec
 

@@ -13,7 +13,7 @@ from headrace.models.families.decoder import (
     layer_count,
     named_sources,
 )
-from headrace.models.families.encoder import refuse_decoder
+from headrace.models.families.encoders.encoder import refuse_decoder
 from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec

@@ -18,7 +18,7 @@ from headrace.models.config_json import (
     ConfigJson,
 )
 from headrace.models.families.decoder import ACTIVATIONS, LLAMA_NAMES, TensorNames, head_size, named_sources
-from headrace.models.families.encoder import refuse_decoder
+from headrace.models.families.encoders.encoder import refuse_decoder
 from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.rope import read_rope, rope_of
 from headrace.models.spec import Activation, LayerSpec, ModelSpec, RopeSpec

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import TensorNames
-from headrace.models.families.encoder import BERT_NAMES, bert_sources, bert_spec
+from headrace.models.families.encoders.encoder import BERT_NAMES, bert_sources, bert_spec
 from headrace.models.families.family import TensorSources
 from headrace.models.spec import ModelSpec
 

@@ -1,0 +1,1 @@
+"""Reads the families of encoders: BERT, RoBERTa, MPNet, ModernBERT, Nomic BERT and EuroBERT."""
