@@ -122,6 +122,14 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.sinks = parts.list(attn + ".sinks");
   layer.qkv = parts.product(attn + ".qkv");
   layer.o = parts.product(attn + ".o");
+  if (w.latent > 0) {
+    layer.kv_latent_norm = parts.norm(attn + ".kv_latent_norm", w.latent);
+    layer.kv_up = parts.product(attn + ".kv_up");
+  }
+  if (w.query_latent > 0) {
+    layer.q_latent_norm = parts.norm(attn + ".q_latent_norm", w.query_latent);
+    layer.q_up = parts.product(attn + ".q_up");
+  }
   if (experts == 0) {
     layer.mlp = parts.mlp(feed, w.gated);
     return layer;
@@ -155,6 +163,10 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.heads = parts.value<int64_t>("heads");
   w.kv_heads = parts.value<int64_t>("kv_heads");
   w.head_size = parts.value<int64_t>("head_size");
+  w.latent = parts.value<int64_t>("latent");
+  w.query_latent = parts.value<int64_t>("query_latent");
+  w.turning = parts.value<int64_t>("turning");
+  w.value_size = parts.value<int64_t>("value_size");
   w.causal = parts.value<bool>("causal");
   w.gated = parts.value<bool>("gated");
   w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
@@ -172,8 +184,11 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.normalise_experts = parts.value<bool>("normalise_experts");
   w.sigmoid_experts = parts.value<bool>("sigmoid_experts");
   w.expert_scale = parts.value<float>("expert_scale");
+  w.expert_groups = parts.value<int64_t>("expert_groups");
+  w.top_groups = parts.value<int64_t>("top_groups");
+  w.group_best = parts.value<int64_t>("group_best");
   w.parallel = parts.value<bool>("parallel");
-  for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size}) {
+  for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size, w.latent + 1, w.query_latent + 1}) {
     if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
   }
 

@@ -69,6 +69,8 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   for (Layer& layer : w_.layers) {
     measure(layer.qkv);
     measure(layer.o);
+    if (layer.q_up.present()) measure(layer.q_up);
+    if (layer.kv_up.present()) measure(layer.kv_up);
     if (layer.experts.empty()) {
       measure(layer.mlp.up);
       measure(layer.mlp.down);
@@ -95,6 +97,13 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   if (w_.parallel) attention_out_ = Buffer<float>(max_rows * hidden_pad_);
   qkv_ = Buffer<float>(max_rows * qkv_pad_);
   attended_ = Buffer<float>(max_rows * q_pad_);
+  if (w_.latent > 0) {
+    latents_pad_ = pad_row(qkv_outputs());
+    expanded_pad_ = pad_row(w_.heads * (w_.head_size - w_.turning + w_.value_size));
+    latents_ = Buffer<float>(max_rows * latents_pad_);
+    expanded_ = Buffer<float>(max_rows * expanded_pad_);
+    raised_ = Buffer<float>(max_rows * pad_row(std::max(w_.latent, w_.query_latent)));
+  }
   expert_rows_ = experts ? max_rows * w_.top_k : 0;
   const int64_t inner_rows = std::max(expert_rows_, max_rows);
   inner_ = Buffer<float>(inner_rows * inner_pad_);
@@ -108,6 +117,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     expert_slot_.resize(slots);
     expert_begin_.resize(static_cast<size_t>(most) + 1);
     expert_rank_.resize(static_cast<size_t>(most));
+    group_rank_.resize(static_cast<size_t>(w_.expert_groups));
     router_ = Buffer<float>(max_rows * pad_row(most));
     expert_weight_ = Buffer<float>(expert_rows_);
     expert_in_ = Buffer<float>(expert_rows_ * hidden_pad_);
@@ -151,8 +161,8 @@ int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
   for (const Buffer<float>* buffer :
-       {&residual_, &normed_, &qkv_, &attended_, &inner_, &joined_, &attention_out_, &router_, &expert_weight_,
-        &expert_out_, &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
+       {&residual_, &normed_, &qkv_, &latents_, &expanded_, &raised_, &attended_, &inner_, &joined_, &attention_out_,
+        &router_, &expert_weight_, &expert_out_, &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
     total += buffer->bytes();
   }
   return total;
@@ -338,6 +348,51 @@ void Model::multiply_tiled(const ProductArgs& args) {
   });
 }
 
+// Rows of latents become those of queries, keys and values in qkv_, as a model without latents has them; values are
+// zero beyond their own size.
+void Model::expand_latents(const Layer& layer, int64_t rows) {
+  constexpr float kEps = 1e-6f;  // of the latents' norms, whatever that of others is
+  const int64_t size = w_.head_size;
+  const int64_t plain = size - w_.turning;  // dims of a key that do not turn
+  const int64_t q_size = w_.heads * size;
+  // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
+  auto raise = [&](const NormWeights& norm, const Product& up, int64_t begin, int64_t width, float* out,
+                   int64_t out_stride) {
+    const int64_t stride = pad_row(width);
+    float* in = raised_.data();
+    pool_.run(rows, 1, [&](int64_t first, int64_t last, int) {
+      for (int64_t r = first; r < last; ++r) {
+        float* row = in + r * stride;
+        std::memcpy(row, latents_.data() + r * latents_pad_ + begin, static_cast<size_t>(width) * sizeof(float));
+        std::memset(row + width, 0, static_cast<size_t>(stride - width) * sizeof(float));
+        kernels_.norm({norm.weight.data(), nullptr, kEps, false}, row, width, row);
+      }
+    });
+    fit_rows(rows, in, stride, width, up);
+    multiply(up, in, stride, rows, out, out_stride);
+    times_.end(Stage::kQkv);
+  };
+  const int64_t queries = w_.query_latent > 0 ? w_.query_latent : q_size;
+  if (w_.query_latent > 0) raise(layer.q_latent_norm, layer.q_up, 0, queries, qkv_.data(), qkv_pad_);
+  raise(layer.kv_latent_norm, layer.kv_up, queries + w_.turning, w_.latent, expanded_.data(), expanded_pad_);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* latents = latents_.data() + r * latents_pad_;
+      const float* expanded = expanded_.data() + r * expanded_pad_;
+      float* q = qkv_.data() + r * qkv_pad_;
+      float* k = q + q_size;
+      float* v = k + q_size;
+      if (w_.query_latent == 0) std::memcpy(q, latents, static_cast<size_t>(q_size) * sizeof(float));
+      for (int64_t h = 0; h < w_.heads; ++h, k += size, v += size, expanded += plain + w_.value_size) {
+        std::memcpy(k, latents + queries, static_cast<size_t>(w_.turning) * sizeof(float));
+        std::memcpy(k + w_.turning, expanded, static_cast<size_t>(plain) * sizeof(float));
+        std::memcpy(v, expanded + plain, static_cast<size_t>(w_.value_size) * sizeof(float));
+        std::fill(v + w_.value_size, v + size, 0.0f);
+      }
+    }
+  });
+}
+
 // Norms and rotates queries and keys in place, and stores keys and values into their blocks.
 void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index) {
   const int64_t size = w_.head_size;
@@ -446,8 +501,21 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       kernels_.attend(call);
     }
   });
+  const int64_t attended = w_.heads * w_.value_size;
+  if (w_.value_size < w_.head_size) {  // values move together
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        float* row = attended_.data() + r * q_pad_;
+        for (int64_t h = 1; h < w_.heads; ++h) {
+          std::memmove(row + h * w_.value_size, row + h * w_.head_size,
+                       static_cast<size_t>(w_.value_size) * sizeof(float));
+        }
+        std::fill(row + attended, row + w_.heads * w_.head_size, 0.0f);
+      }
+    });
+  }
   times_.end(Stage::kAttention);
-  fit_rows(rows, attended_.data(), q_pad_, w_.heads * w_.head_size, layer.o);
+  fit_rows(rows, attended_.data(), q_pad_, attended, layer.o);
   multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kOutput);
 }
@@ -459,6 +527,31 @@ void Model::feed_forward(const Layer& layer, int64_t rows) {
   fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
   times_.end(Stage::kDown);
+}
+
+// Leaves out the experts of all groups but the best ones.
+void Model::keep_best_groups(float* rank, int64_t count) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  const int64_t size = count / w_.expert_groups;
+  auto group_rank = [&](int64_t group) {
+    const float* first = rank + group * size;
+    float best = kNone, second = kNone;
+    for (int64_t e = 0; e < size; ++e) {
+      second = std::max(second, std::min(best, first[e]));
+      best = std::max(best, first[e]);
+    }
+    return w_.group_best == 2 ? best + second : best;
+  };
+  for (int64_t g = 0; g < w_.expert_groups; ++g) group_rank_[static_cast<size_t>(g)] = group_rank(g);
+  for (int64_t g = 0; g < w_.expert_groups; ++g) {
+    int64_t better = 0;
+    for (int64_t other = 0; other < w_.expert_groups; ++other) {
+      const float mine = group_rank_[static_cast<size_t>(g)];
+      const float theirs = group_rank_[static_cast<size_t>(other)];
+      better += theirs > mine || (theirs == mine && other < g) ? 1 : 0;
+    }
+    if (better >= w_.top_groups) std::fill(rank + g * size, rank + (g + 1) * size, kNone);
+  }
 }
 
 // Chooses the top_k experts of each row and their weights.
@@ -478,6 +571,7 @@ void Model::weigh_experts(const Layer& layer, int64_t rows) {
     if (!layer.router_bias.empty()) {
       for (int64_t e = 0; e < count; ++e) rank[e] += layer.router_bias[static_cast<size_t>(e)];
     }
+    if (w_.expert_groups > 1) keep_best_groups(rank, count);
     float total = 0.0f;
     for (int64_t j = 0; j < w_.top_k; ++j) {
       int64_t best = 0;
@@ -684,8 +778,14 @@ void Model::step(const StepArgs& args) {
     const int64_t index = static_cast<int64_t>(i);
     prepare(rows, layer.attn_norm, layer.qkv);
     times_.end(Stage::kPrepare);
-    multiply(layer.qkv, normed_.data(), hidden_pad_, rows, qkv_.data(), qkv_pad_);
-    times_.end(Stage::kQkv);
+    if (w_.latent > 0) {
+      multiply(layer.qkv, normed_.data(), hidden_pad_, rows, latents_.data(), latents_pad_);
+      times_.end(Stage::kQkv);
+      expand_latents(layer, rows);
+    } else {
+      multiply(layer.qkv, normed_.data(), hidden_pad_, rows, qkv_.data(), qkv_pad_);
+      times_.end(Stage::kQkv);
+    }
     split_heads(args, layer, index);
     times_.end(Stage::kHeads);
     if (i + 1 == w_.layers.size()) {

@@ -68,6 +68,8 @@ struct Layer {
   NormWeights q_norm, k_norm;
   std::vector<float> sinks;  // [heads], see AttentionArgs, or empty
   Product qkv, o;
+  NormWeights q_latent_norm, kv_latent_norm;
+  Product q_up, kv_up;  // from latents to heads, see ModelWeights::latent
   Mlp mlp;
   Product router;
   std::vector<float> router_bias;  // added to the experts' weights when they are chosen, or empty
@@ -90,6 +92,12 @@ struct ModelWeights {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_size = 0;
+  // With a latent, qkv computes [queries or their latent][key dims that turn, of all heads][the latent of keys and
+  // values], and kv_up of the normed latent gives each head [key dims that do not turn][value].
+  int64_t latent = 0;        // 0: none
+  int64_t query_latent = 0;  // 0: qkv computes the queries themselves
+  int64_t turning = 0;       // leading dims of a head that turn, where there is a latent
+  int64_t value_size = 0;    // dims of a head's value; head_size where there is no latent
   bool causal = true;
   bool gated = true;
   bool layer_norm = false;
@@ -106,7 +114,10 @@ struct ModelWeights {
   bool normalise_experts = false;
   bool sigmoid_experts = false;  // an expert's weight is the sigmoid of its score, not its softmax
   float expert_scale = 1.0f;     // multiplies the weights of the chosen experts
-  bool parallel = false;         // attention and MLP read the same rows and are added together
+  int64_t expert_groups = 1;     // experts are chosen among those of the best groups
+  int64_t top_groups = 1;
+  int64_t group_best = 1;  // a group's rank is the sum of that of its best experts
+  bool parallel = false;   // attention and MLP read the same rows and are added together
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -189,6 +200,12 @@ class Model {
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
                 int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr);
   void multiply_tiled(const ProductArgs& args);
+  int64_t qkv_outputs() const {
+    if (w_.latent == 0) return (w_.heads + 2 * w_.kv_heads) * w_.head_size;
+    return (w_.query_latent > 0 ? w_.query_latent : w_.heads * w_.head_size) + w_.turning + w_.latent;
+  }
+  void expand_latents(const Layer& layer, int64_t rows);
+  void keep_best_groups(float* rank, int64_t count);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
   void feed_forward(const Layer& layer, int64_t rows);
@@ -216,13 +233,15 @@ class Model {
   int64_t max_rows_;
   int64_t expert_rows_ = 0;  // rows of the expert buffers
   int64_t hidden_pad_, q_pad_, qkv_pad_, inner_pad_, tile_rows_;
+  int64_t latents_pad_ = 0, expanded_pad_ = 0;
 
   std::vector<Row> row_;                                         // of every row of the step
   std::vector<AttentionRow> asking_;                             // rows whose attention is computed
   std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
   std::vector<int64_t> expert_begin_;
   std::vector<float> expert_rank_;  // [experts] of one row, by which they are chosen
-  Buffer<float> residual_, normed_, qkv_, attended_, inner_, joined_, attention_out_;
+  std::vector<float> group_rank_;   // [groups]
+  Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> bias_;             // [heads][bias_stride_], as attend() takes it

@@ -28,6 +28,18 @@ void Model::check_weights() const {
     refuse("expert_inner out of range: " + std::to_string(w_.expert_inner));
   }
   if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
+  if (w_.latent < 0 || w_.latent > kMaxInputs || w_.query_latent < 0 || w_.query_latent > kMaxInputs ||
+      w_.turning < 0 || w_.turning > w_.head_size || w_.value_size < 1 || w_.value_size > w_.head_size) {
+    refuse("the sizes of latents are out of range");
+  }
+  if (w_.latent == 0 ? w_.query_latent != 0 || w_.turning != 0 || w_.value_size != w_.head_size
+                     : w_.kv_heads != w_.heads) {
+    refuse("latents need a key head for each head, and models without them have none of their sizes");
+  }
+  if (w_.expert_groups < 1 || w_.top_groups < 1 || w_.top_groups > w_.expert_groups || w_.expert_groups > 4096 ||
+      (w_.group_best != 1 && w_.group_best != 2)) {
+    refuse("the groups of experts are out of range");
+  }
   if (w_.activation == Activation::kClampedSilu && !w_.gated) refuse("the activation clamped_silu needs gates");
   if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
   auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
@@ -65,8 +77,16 @@ void Model::check_weights() const {
     if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
       refuse(name + " names a rope that is not there");
     if (layer.window < 0) refuse(name + " has a negative window");
-    shaped(layer.qkv, (w_.heads + 2 * w_.kv_heads) * w_.head_size, w_.hidden, name + ".attn.qkv");
-    shaped(layer.o, w_.hidden, w_.heads * w_.head_size, name + ".attn.o");
+    shaped(layer.qkv, qkv_outputs(), w_.hidden, name + ".attn.qkv");
+    shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
+    if (w_.latent > 0) {
+      shaped(layer.kv_up, w_.heads * (w_.head_size - w_.turning + w_.value_size), w_.latent, name + ".attn.kv_up");
+      if (!layer.kv_latent_norm.present()) refuse(name + " lacks the norm of its latent");
+    }
+    if (w_.query_latent > 0) {
+      shaped(layer.q_up, w_.heads * w_.head_size, w_.query_latent, name + ".attn.q_up");
+      if (!layer.q_latent_norm.present()) refuse(name + " lacks the norm of its queries' latent");
+    }
     if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
       refuse(name + " lacks its q and k norms");
     }
@@ -80,6 +100,9 @@ void Model::check_weights() const {
     const int64_t count = static_cast<int64_t>(layer.experts.size());
     if (w_.top_k < 1 || w_.top_k > count) refuse(name + " chooses more experts than it has");
     shaped(layer.router, count, w_.hidden, name + ".mlp.router");
+    if (count % w_.expert_groups != 0 || w_.top_groups * (count / w_.expert_groups) < w_.top_k) {
+      refuse(name + " has too few experts in its groups");
+    }
     for (const Mlp& expert : layer.experts) mlp_shaped(expert, w_.expert_inner, name + ".mlp.experts");
     if (!layer.router_bias.empty() && static_cast<int64_t>(layer.router_bias.size()) != count) {
       refuse(name + ".mlp.router_bias has the wrong size");

@@ -144,6 +144,13 @@ def forward(
         y = np.zeros_like(x)
         for row, chance in enumerate(chances):
             rank = chance + weight(f"{name}.router_bias") if experts.correction else chance
+            if experts.groups > 1:
+                parts = rank.reshape(experts.groups, -1)
+                groups = np.sort(parts, axis=1)[:, -experts.group_best :].sum(axis=1)
+                left_out = np.argsort(-groups, kind="stable")[experts.top_groups :]
+                rank = parts.copy()
+                rank[left_out] = -np.inf
+                rank = rank.ravel()
             best = np.argsort(-rank)[: experts.top_k]
             share = experts.scale * chance[best] / (chance[best].sum() if experts.normalise else 1.0)
             for expert, part in zip(best, share, strict=True):
@@ -166,7 +173,17 @@ def forward(
 
     def attention(name: str, index: int, h: Doubles) -> Doubles:
         count = len(h)
-        q, k, v = np.split(product(f"{name}.qkv", h), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+        if (latent := spec.latent) is not None:
+            first = latent.query_rank or spec.q_size
+            q, turning, narrow = np.split(product(f"{name}.qkv", h), [first, first + latent.turning], axis=1)
+            if latent.query_rank:
+                q = product(f"{name}.q_up", rms(q, 1e-6) * weight(f"{name}.q_latent_norm"))
+            both = product(f"{name}.kv_up", rms(narrow, 1e-6) * weight(f"{name}.kv_latent_norm"))
+            still, v = np.split(both.reshape(count, spec.heads, -1), [spec.head_size - latent.turning], axis=2)
+            k = np.concatenate([np.repeat(turning[:, None], spec.heads, axis=1), still], axis=2)
+            v = np.pad(v, ((0, 0), (0, 0), (0, spec.head_size - latent.value_size)))
+        else:
+            q, k, v = np.split(product(f"{name}.qkv", h), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
         if spec.qk_norm == "full":
             q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
         q, k, v = (x.reshape(count, -1, spec.head_size) for x in (q, k, v))
@@ -202,7 +219,8 @@ def forward(
             v_scale = np.concatenate([np.ones_like(v_scale[:1]), v_scale])
             v = np.concatenate([np.zeros_like(v[:1]), v])
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
-        return product(f"{name}.o", np.einsum("hij,jhd->ihd", weights, v).reshape(count, spec.q_size))
+        attended = np.einsum("hij,jhd->ihd", weights, v)[..., : spec.value_size]
+        return product(f"{name}.o", attended.reshape(count, -1))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale
     if spec.token_types:

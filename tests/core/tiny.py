@@ -19,7 +19,7 @@ from headrace.engine.executors.cpu_executor import describe
 from headrace.models.distance_buckets import spread_buckets
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import KvType, Precision, WeightFormat
-from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
+from headrace.models.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]
@@ -128,6 +128,34 @@ SPECS: dict[str, ModelSpec] = {
         qkv_bias=True,
         o_bias=True,
         experts=ExpertSpec(count=4, top_k=2, intermediate_size=42, normalise=True, bias=True),
+    ),
+    "latents": spec(
+        heads=3,
+        kv_heads=3,
+        head_size=24,
+        latent=LatentSpec(rank=20, query_rank=30, turning=8, value_size=14),
+        ropes=(rope(8),),
+        layers=(LayerSpec(), LayerSpec(experts=True)),
+        experts=ExpertSpec(
+            count=8,
+            top_k=3,
+            intermediate_size=42,
+            normalise=True,
+            scoring="sigmoid",
+            correction=True,
+            groups=4,
+            top_groups=2,
+            group_best=2,
+        ),
+    ),
+    "latent": spec(
+        heads=2,
+        kv_heads=2,
+        head_size=20,
+        latent=LatentSpec(rank=33, turning=12, value_size=20),
+        ropes=(rope(12),),
+        layers=(LayerSpec(window=20, experts=True), LayerSpec()),
+        experts=ExpertSpec(count=6, top_k=2, intermediate_size=42, normalise=False, groups=3, top_groups=2),
     ),
     "alibi": spec(alibi=(0.5, 0.25, 0.1, 0.01), ropes=(), layers=(LayerSpec(rope=None), LayerSpec(rope=None))),
     "positions": spec(

@@ -590,6 +590,53 @@ def _phi() -> Any:
     return transformers.PhiConfig(**SIZES, tie_word_embeddings=False)
 
 
+DEEPSEEK_SIZES: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+
+
+def _deepseek_v2_lite() -> Any:
+    return transformers.DeepseekV2Config(**DEEPSEEK_SIZES, q_lora_rank=None, n_routed_experts=5, n_shared_experts=2)
+
+
+def _deepseek_v2() -> Any:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.9,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.DeepseekV2Config(
+        **DEEPSEEK_SIZES,
+        q_lora_rank=48,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_parameters=yarn,
+    )
+
+
+def _deepseek_v3() -> Any:
+    return transformers.DeepseekV3Config(
+        **DEEPSEEK_SIZES, q_lora_rank=48, n_routed_experts=8, n_group=4, topk_group=2, num_nextn_predict_layers=0
+    )
+
+
 def _eurobert() -> Any:
     sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
     return transformers.EuroBertConfig(**sizes, head_dim=24)
@@ -631,6 +678,9 @@ TINY: dict[str, Tiny] = {
     "stablelm": Tiny("StableLmForCausalLM", _stablelm),
     "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
     "gpt-oss": Tiny("GptOssForCausalLM", _gpt_oss),
+    "deepseek-v2-lite": Tiny("DeepseekV2ForCausalLM", _deepseek_v2_lite),
+    "deepseek-v2": Tiny("DeepseekV2ForCausalLM", _deepseek_v2),
+    "deepseek-v3": Tiny("DeepseekV3ForCausalLM", _deepseek_v3),
     "gpt2": Tiny("GPT2LMHeadModel", _gpt2),
     "gpt-bigcode": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode),
     "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads),
@@ -692,6 +742,7 @@ DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
+    deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
     """.split()

@@ -77,7 +77,7 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
     experts = folder.spec.experts
     mixture = experts is not None and (experts.shared_size or experts.scoring != "softmax" or experts.bias)
     spec = folder.spec
-    if spec.parallel or spec.sinks or spec.alibi or spec.learned_positions or mixture:
+    if spec.parallel or spec.sinks or spec.alibi or spec.latent or spec.learned_positions or mixture:
         raise RequestError(
             f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
             "int8 or int4 instead.",

@@ -116,8 +116,8 @@ class ModelFolder:
     def part_rows(self, name: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a canonical tensor."""
         rows, parts = self.shapes[name][0], len(self.sources[name])
-        if parts == 3:
-            return (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)  # q, k and v
+        if parts == len(self.spec.qkv_parts) and name.endswith((".attn.qkv", ".attn.qkv.bias")):
+            return self.spec.qkv_parts
         return (rows // parts,) * parts  # all of it, or gate and up
 
     def _shape_error(self, part: TensorPart, shape_on_disk: tuple[int, ...], expected: str) -> ModelError:

@@ -61,7 +61,23 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # multiplies the weights of the chosen experts
     shared_size: int = 0  # inner size of an expert that every token goes to; 0: none
     shared_gate: bool = False  # that expert's output has a weight of its own, a sigmoid
+    groups: int = 1  # experts are chosen among those of the `top_groups` best groups
+    top_groups: int = 1
+    group_best: Literal[1, 2] = 1  # a group's rank is the sum of that of so many of its best experts
     bias: bool = False  # of the router and of every expert
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values, and maybe queries, that are computed from narrow latents (DeepSeek-V2 and V3).
+
+    `qkv` gives queries or their latent, then key dims that turn, which all heads share, then the latent of keys and
+    values. `kv_up` of the normalised latent gives each head the other dims of its key, then its value.
+    """
+
+    rank: int
+    query_rank: int = 0  # 0: queries have no latent
+    turning: int  # leading dims of a head that the rope turns
+    value_size: int  # of a head
 
 
 class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +138,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     out_norm: bool = False  # normalise the sublayer's output before adding it to the residual (Gemma, OLMo-2)
     residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
+    latent: LatentSpec | None = None
     qk_norm: QkNorm = "none"  # "head": over each head's dims; "full": over all heads' dims at once
 
     activation: Activation = "silu"
@@ -177,6 +194,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_size(self) -> int:
         return self.kv_heads * self.head_size
 
+    @property
+    def value_size(self) -> int:
+        """Dims of a head's value, of which the KV memory holds `head_size`."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def qkv_parts(self) -> tuple[int, ...]:
+        """Rows of `qkv` that belong together: of queries, keys and values, or of queries and the latent."""
+        if self.latent is None:
+            return (self.q_size, self.kv_size, self.kv_size)
+        return (self.latent.query_rank or self.q_size, self.latent.turning + self.latent.rank)
+
     def rope_variant(self, total_tokens: int) -> int:
         """Return 1 if a sequence of up to `total_tokens` must use the long rope tables, else 0."""
         return int(any(r.long_inv_freq is not None and total_tokens > r.original_context for r in self.ropes))
@@ -228,14 +257,21 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
         sublayer_norms(attn, before=layer.attn_norm)
-        product(f"{attn}.qkv", spec.q_size + 2 * spec.kv_size, hidden, bias=spec.qkv_bias)
+        product(f"{attn}.qkv", sum(spec.qkv_parts), hidden, bias=spec.qkv_bias)
+        if (latent := spec.latent) is not None:
+            if latent.query_rank:
+                shapes[f"{attn}.q_latent_norm"] = (latent.query_rank,)
+                shapes[f"{attn}.q_up"] = (spec.q_size, latent.query_rank)
+            shapes[f"{attn}.kv_latent_norm"] = (latent.rank,)
+            plain = spec.head_size - latent.turning
+            shapes[f"{attn}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
         elif spec.qk_norm == "full":
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         if spec.sinks:
             shapes[f"{attn}.sinks"] = (spec.heads,)
-        product(f"{attn}.o", hidden, spec.q_size, bias=spec.o_bias)
+        product(f"{attn}.o", hidden, spec.heads * spec.value_size, bias=spec.o_bias)
         sublayer_norms(feed, before=not spec.shared_norm)
         if layer.experts and (experts := spec.experts) is not None:
             product(f"{feed}.router", experts.count, hidden, bias=experts.bias)
@@ -270,4 +306,4 @@ def is_kept_exact(name: str) -> bool:
 def is_product(name: str) -> bool:
     """Return whether a precision can be chosen for a tensor: products, the embedding and the head."""
     leaf = name.rsplit(".", 1)[-1]
-    return leaf in {"qkv", "o", "gate_up", "up", "down"} or name in {"embed", "head"}
+    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down"} or name in {"embed", "head"}

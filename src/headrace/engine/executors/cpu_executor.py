@@ -329,6 +329,10 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
         "head_size": spec.head_size,
+        "latent": spec.latent.rank if spec.latent else 0,
+        "query_latent": spec.latent.query_rank if spec.latent else 0,
+        "turning": spec.latent.turning if spec.latent else 0,
+        "value_size": spec.value_size,
         "causal": spec.causal,
         "gated": spec.gated,
         "norm": spec.norm,
@@ -347,6 +351,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "normalise_experts": experts.normalise if experts else False,
         "sigmoid_experts": experts.scoring == "sigmoid" if experts else False,
         "expert_scale": experts.scale if experts else 1.0,
+        "expert_groups": experts.groups if experts else 1,
+        "top_groups": experts.top_groups if experts else 1,
+        "group_best": experts.group_best if experts else 1,
         "parallel": spec.parallel,
         "ropes": [
             {

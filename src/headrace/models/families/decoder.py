@@ -167,6 +167,17 @@ def expert_spec(config: ConfigJson, *, size_key: str, normalise: bool) -> Expert
     )
 
 
+def expert_groups(config: ConfigJson, count: int, top_k: int, *, default: tuple[int, int]) -> tuple[int, int]:
+    """Return in how many groups the experts are, and of how many of those a token's experts are."""
+    groups = config.optional_size("n_group", maximum=count, default=default[0]) or 1
+    top = config.optional_size("topk_group", maximum=groups, default=min(default[1], groups)) or groups
+    if count % groups:
+        raise config.mismatch("n_group", f"a divisor of the experts ({count})")
+    if top * (count // groups) < top_k:
+        raise config.mismatch("topk_group", f"enough groups for {top_k} experts of a token")
+    return groups, top
+
+
 def parameter_bound(spec: ModelSpec) -> int:
     """Return an upper bound of the weights without listing tensors, since a hostile config makes that list long."""
     experts = spec.experts

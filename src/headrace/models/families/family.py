@@ -18,14 +18,16 @@ class TensorPart(msgspec.Struct, frozen=True):
 
     `pairs` is set for queries and keys whose files have the rows of a head in the pairs that the rope rotates: the
     rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
-    second. `grouped` is set for queries, keys and values in one tensor, head by head of the keys: the queries of each
-    key, and the rows of a head. `transposed` is set for [inputs, outputs].
+    second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files. `grouped` is
+    set for queries, keys and values in one tensor, head by head of the keys: the queries of each key, and the rows of a
+    head. `transposed` is set for [inputs, outputs].
     """
 
     name: str
     index: int | None = None
     row: int | None = None
     pairs: tuple[int, int] | None = None
+    pairs_last: bool = False
     grouped: tuple[int, int] | None = None
     transposed: bool = False
 
@@ -38,7 +40,9 @@ class TensorPart(msgspec.Struct, frozen=True):
         if self.pairs is None:
             return None
         size, rotated = self.pairs
-        head = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)]
+        first = size - rotated if self.pairs_last else 0
+        others = range(first) if self.pairs_last else range(rotated, size)
+        head = [*range(first, first + rotated, 2), *range(first + 1, first + rotated, 2), *others]
         return (np.arange(0, rows, size)[:, None] + np.array(head)).reshape(-1)
 
 

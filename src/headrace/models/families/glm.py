@@ -13,6 +13,7 @@ from headrace.models.families.decoder import (
     TensorNames,
     decoder_prefix,
     decoder_spec,
+    expert_groups,
     fuse_experts,
     head_size,
     layer_count,
@@ -76,18 +77,21 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
 
 
 def _experts(config: ConfigJson) -> ExpertSpec:
-    for key in ("n_group", "topk_group"):
-        config.refuse(key, "experts must not be in groups", unless=(1,))
     count = config.size("n_routed_experts", maximum=MAX_EXPERTS, default=128)
     size = config.size("moe_intermediate_size", maximum=MAX_INTERMEDIATE, default=1408)
     shared = config.size("n_shared_experts", minimum=0, maximum=MAX_EXPERTS, default=1)
+    top_k = config.size("num_experts_per_tok", maximum=count, default=8)
+    groups, top_groups = expert_groups(config, count, top_k, default=(1, 1))
     return ExpertSpec(
         count=count,
-        top_k=config.size("num_experts_per_tok", maximum=count, default=8),
+        top_k=top_k,
         intermediate_size=size,
         normalise=config.flag("norm_topk_prob", default=True),
         scoring="sigmoid",
         correction=True,
         scale=config.positive("routed_scaling_factor", default=1.0),
         shared_size=shared * size,
+        groups=groups,
+        top_groups=top_groups,
+        group_best=2,
     )
