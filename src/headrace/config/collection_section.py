@@ -21,7 +21,7 @@ class CollectionsConfig(Section, frozen=True):
     chunk_tokens: ChunkTokens = 200  # tokens of a chunk in new collections; at most what the encoder reads
     overlap_tokens: Annotated[int, Meta(ge=0, le=1024)] = 30  # tokens that a chunk repeats of the one before
     exact: Count = 20_000  # vectors of a collection that are compared one by one; more need the extra `vector`
-    all_words: bool = True  # false: large collections are searched without words that 40 % of their chunks have
+    keyword_bytes: Count = 128 * 1024 * 1024  # 128 MiB of words' scores in memory, for large collections
     vectors: Literal["float32", "int8"] = "float32"  # of vectors in memory
     memory_bytes: Count = 1024**3  # 1 GiB of vectors in memory; the least recently used collection is unloaded
     collections: Count = 100  # collections per tenant

@@ -16,7 +16,7 @@ import pytest
 from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.collections.collections import GivenDocument
 from tests.support.fake_encoders import WordEncoder
-from tests.support.tiny_collections import ANNA, BERT, shelf
+from tests.support.tiny_collections import ANNA, BERT, Shelf, shelf
 
 FERRY = "The ferry to the island leaves from the northern harbour every second hour in summer."
 BREAD = "Sourdough bread needs a starter, flour, water, salt and a long cold rest."
@@ -317,7 +317,7 @@ def test_collections_and_chunks_are_bounded(tmp_path: Path) -> None:
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.support.tiny_collections import shelf
+from tests.support.tiny_collections import Shelf, shelf
 from tests.support.fake_encoders import WordEncoder
 
 class Slow(WordEncoder):
@@ -367,16 +367,72 @@ def test_sigkill_while_embedding_loses_nothing_that_was_committed(tmp_path: Path
     run(it())
 
 
-def test_frequent_words_can_be_left_out_of_keyword_queries_of_large_collections(tmp_path: Path) -> None:
+async def both_ways(notes: Shelf, query: str, **options: Any) -> list[list[tuple[str, float]]]:
+    """Documents with keyword scores: by FTS5 itself, and by the scores of words."""
+    ways: list[list[tuple[str, float]]] = []
+    for least in (10**9, 1):
+        notes.collections.keywords.least_chunks = least
+        found = await notes.find(query, mode="keyword", k=50, **options)
+        ways.append([(hit.document, round(hit.scores["keyword"], 4)) for hit in found.hits])
+    return ways
+
+
+def test_scores_of_words_find_what_full_text_search_finds(tmp_path: Path) -> None:
     async def it() -> None:
-        async with shelf(tmp_path, create=False, all_words=False) as notes:
+        async with shelf(tmp_path, create=False) as notes:
             await notes.collections.create(ANNA, "notes", mode="keyword")
-            for number in range(30):
-                await notes.add(f"manual page {'rare' if number == 7 else 'other'} n{number}", id=str(number))
-            assert len(await notes.documents("manual rare", k=30)) == 30
-            notes.collections.keyword_words.least_chunks = 10
-            assert await notes.documents("manual rare", k=30) == ["7"]
-            assert len(await notes.documents("manual page", k=30)) == 30  # there are no others
+            for number in range(40):
+                extra = "harbour " * (number % 4) + ("max_tokens" if number % 7 == 0 else "limit")
+                language = {"lang": "en" if number % 2 else "de"}
+                await notes.add(
+                    f"# Page {number}\n\nFerries leave {extra} n{number}", id=str(number), metadata=language
+                )
+            queries = ("ferries", "harbour max_tokens", "page harbour limit n3", "ferry leaving", "absent", "n7")
+            for query in queries:
+                whole, added = await both_ways(notes, query)
+                assert added == whole
+                assert whole or query == "absent"
+            whole, added = await both_ways(notes, "harbour limit", filters={"lang": "en"})
+            assert added == whole
+            assert {int(id) % 2 for id, _ in added} == {1}
+
+    run(it())
+
+
+def test_scores_of_words_follow_a_collection_that_changes(tmp_path: Path) -> None:
+    async def it() -> None:
+        async with shelf(tmp_path, create=False) as notes:
+            await notes.collections.create(ANNA, "notes", mode="keyword")
+            await notes.add(*(f"ferry number n{number}" for number in range(60)))
+            await both_ways(notes, "ferry number")
+            keywords = notes.collections.keywords
+            held = keywords.bytes
+            assert held > 0
+            await notes.add("ferry number ferry", id="new")
+            await notes.add("bread with salt", id="5")
+            await notes.collections.delete_document("anna", "notes", "6")
+            whole, added = await both_ways(notes, "ferry")
+            assert added[0][0] == "new"
+            assert {id for id, _ in added} == {id for id, _ in whole}
+            assert not {"5", "6"} & {id for id, _ in added}
+            await notes.add(*(f"ferry again n{number}" for number in range(100, 120)), name="notes")
+            whole, added = await both_ways(notes, "ferry again")
+            assert added == whole  # it has grown by so much that all scores were read again
+            await notes.collections.delete("anna", "notes")
+            assert keywords.bytes == 0
+
+    run(it())
+
+
+def test_scores_of_words_stay_within_their_bound(tmp_path: Path) -> None:
+    async def it() -> None:
+        async with shelf(tmp_path, create=False, keyword_bytes=3000) as notes:
+            await notes.collections.create(ANNA, "notes", mode="keyword")
+            await notes.add(*(f"ferry harbour bread salt n{number}" for number in range(60)))
+            for word in ("ferry", "harbour", "bread", "salt", "n7"):
+                whole, added = await both_ways(notes, word)
+                assert added == whole
+                assert 0 < notes.collections.keywords.bytes <= 3000
 
     run(it())
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from headrace.gateway.database import rows_of
@@ -16,19 +15,19 @@ from headrace.pipelines.collections.hits import Filters
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import StoredChunk
 
-_SAMPLE: Final = 500  # chunks whose words are counted
-_FREQUENT: Final = 0.4  # of the chunks
 _TERMS: Final = 48  # words of a query that are looked up
 _VARIABLES: Final = 500  # values in one statement
 
 
-def keyword_expression(query: str, frequent: Collection[str] = ()) -> str | None:
-    """Return the full-text expression of a query: any of its words, without function words and the collection's most
-    frequent ones if it has others."""
+def query_words(query: str) -> list[str]:
+    """Return the words of a query that are looked up, without function words if there are others."""
     found = list(dict.fromkeys(words(query)))
-    told = [word for word in found if word not in STOP] or found
-    rare = [word for word in told if word not in frequent] or told
-    return " OR ".join(f'"{word}"' for word in rare[:_TERMS]) or None
+    return ([word for word in found if word not in STOP] or found)[:_TERMS]
+
+
+def keyword_expression(query: str) -> str | None:
+    """Return the full-text expression of a query: any of its words."""
+    return " OR ".join(f'"{word}"' for word in query_words(query)) or None
 
 
 def count_keyword_chunks(connection: sqlite3.Connection, collection: int) -> int:
@@ -37,25 +36,17 @@ def count_keyword_chunks(connection: sqlite3.Connection, collection: int) -> int
     return 0 if first is None else last - first + 1
 
 
-def frequent_words(connection: sqlite3.Connection, collection: int) -> frozenset[str]:
-    """Return the words that more than two fifths of the chunks have, by a sample.
-
-    FTS5 scores every chunk that has any word of a query. These words cost nearly all of that time, and add least to a
-    score.
-    """
+def word_scores(
+    connection: sqlite3.Connection, collection: int, word: str, among: Sequence[int] | None = None
+) -> list[tuple[int, float]]:
+    """Return all chunks that have a word, each with the word's part of its BM25 score. `among`: only these chunks."""
     table = keyword_table(collection)
-    first, last = connection.execute(f"SELECT MIN(rowid), MAX(rowid) FROM {table}").fetchone()
-    if first is None:
-        return frozenset()
-    step = max(1, (last - first) // _SAMPLE)
-    counts: Counter[str] = Counter()
-    sampled = 0
-    for rowid in range(first, last + 1, step):
-        row = connection.execute(f"SELECT heading, text FROM {table} WHERE rowid = ?", (rowid,)).fetchone()
-        if row is not None:
-            sampled += 1
-            counts.update(set(f"{row[0]} {row[1]}".split()))
-    return frozenset(word for word, chunks in counts.items() if chunks > _FREQUENT * sampled)
+    statement, values = f"SELECT rowid, -rank FROM {table} WHERE {table} MATCH ?", [f'"{word}"']
+    if among is not None:
+        # The plus keeps FTS5 from looking for each chunk by itself, which would count the word's chunks each time.
+        statement += " AND +rowid IN (SELECT value FROM json_each(?))"
+        values.append(json.dumps(list(among)))
+    return connection.execute(statement, values).fetchall()
 
 
 def search_keywords(
@@ -64,10 +55,9 @@ def search_keywords(
     query: str,
     count: int,
     filters: Filters | None,
-    frequent: Collection[str] = (),
 ) -> list[tuple[int, float]]:
-    """Return chunks with BM25 scores, best first. `frequent`: words that are left out if there are others."""
-    expression = keyword_expression(query, frequent)
+    """Return chunks with BM25 scores, best first. See KeywordScores for large collections."""
+    expression = keyword_expression(query)
     if expression is None:
         return []
     table = keyword_table(collection)
@@ -80,14 +70,16 @@ def search_keywords(
     return [(seq, score) for seq, score in rows]
 
 
-def chunks_that_match(connection: sqlite3.Connection, collection: int, filters: Filters) -> list[int]:
-    """Return the chunks with vectors whose documents match the filters."""
+def chunks_that_match(
+    connection: sqlite3.Connection, collection: int, filters: Filters, *, embedded: bool = True
+) -> list[int]:
+    """Return the chunks whose documents match the filters. `embedded`: only those with vectors."""
     condition, values = filter_condition(filters)
     rows = connection.execute(
         "SELECT chunks.seq FROM documents JOIN chunks ON chunks.document = documents.seq "
-        "WHERE documents.collection = ? AND documents.state = 'ready' AND chunks.embedded AND chunks.repeats IS NULL "
-        f"AND {condition}",
-        (collection, *values),
+        "WHERE documents.collection = ? AND documents.state = 'ready' AND chunks.repeats IS NULL "
+        f"AND (chunks.embedded OR NOT ?) AND {condition}",
+        (collection, embedded, *values),
     )
     return [seq for (seq,) in rows]
 

@@ -55,6 +55,7 @@ class IndexChange(msgspec.Struct, frozen=True, kw_only=True):
     removed: Sequence[int] = ()  # chunks
     published: Sequence[str] = ()  # ids of documents that are ready now
     dropped: bool = False  # all vectors are gone: another encoder makes new ones
+    worded: Sequence[int] = ()  # chunks that keyword searches find now
 
 
 class AddedDocument(msgspec.Struct, frozen=True):
@@ -249,12 +250,12 @@ def publish_if_complete(connection: sqlite3.Connection, collection: int, documen
     ).fetchone()
     change = IndexChange() if replaced is None else remove_document(connection, collection, replaced[0])
     connection.execute("UPDATE documents SET state = 'ready', error = '' WHERE seq = ?", (document,))
-    _index_keywords(connection, collection, document)
+    worded = _index_keywords(connection, collection, document)
     _next_version(connection, collection)
     added = connection.execute(
         "SELECT seq, vector FROM chunks JOIN chunk_vectors ON chunk = seq WHERE document = ?", (document,)
     ).fetchall()
-    return _joined([change, IndexChange(added=added, published=[row["id"]])])
+    return _joined([change, IndexChange(added=added, published=[row["id"]], worded=worded)])
 
 
 def remove_document(connection: sqlite3.Connection, collection: int, document: int) -> IndexChange:
@@ -273,6 +274,7 @@ def remove_document(connection: sqlite3.Connection, collection: int, document: i
     )
     successors: dict[int, int] = {}
     added: list[tuple[int, bytes]] = []
+    worded: list[int] = []
     for row in repeating:
         successor = successors.setdefault(row["repeats"], row["seq"])
         if successor != row["seq"]:
@@ -284,13 +286,14 @@ def remove_document(connection: sqlite3.Connection, collection: int, document: i
         reused = _reuse_vector(connection, collection, row["seq"], row["heading"], row["text"], row["digest"])
         if row["state"] == "ready":
             _write_keywords(connection, collection, [(row["seq"], row["heading"], row["text"])])
+            worded.append(row["seq"])
             if reused:
                 added += connection.execute(
                     "SELECT chunk, vector FROM chunk_vectors WHERE chunk = ?", (row["seq"],)
                 ).fetchall()
     connection.execute("DELETE FROM documents WHERE seq = ?", (document,))
     _next_version(connection, collection)
-    return IndexChange(added=added, removed=removed)
+    return IndexChange(added=added, removed=removed, worded=worded)
 
 
 def remove_all_of(connection: sqlite3.Connection, collection: int, id: str) -> IndexChange:
@@ -327,11 +330,13 @@ def begin_encoder(connection: sqlite3.Connection, collection: int, encoder: str)
     return True
 
 
-def _index_keywords(connection: sqlite3.Connection, collection: int, document: int) -> None:
+def _index_keywords(connection: sqlite3.Connection, collection: int, document: int) -> list[int]:
+    """Return the chunks."""
     rows = connection.execute(
         "SELECT seq, heading, text FROM chunks WHERE document = ? AND repeats IS NULL", (document,)
     ).fetchall()
     _write_keywords(connection, collection, rows)
+    return [seq for seq, _, _ in rows]
 
 
 def _write_keywords(connection: sqlite3.Connection, collection: int, rows: Sequence[tuple[int, str, str]]) -> None:
@@ -358,4 +363,5 @@ def _joined(changes: Sequence[IndexChange]) -> IndexChange:
         added=[each for change in changes for each in change.added if each[0] not in gone],
         removed=removed,
         published=[id for change in changes for id in change.published],
+        worded=[seq for change in changes for seq in change.worded if seq not in gone],
     )

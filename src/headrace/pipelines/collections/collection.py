@@ -25,12 +25,12 @@ from headrace.gateway.database import Database
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.vector_index import Neighbours, Recall
 from headrace.observe import metrics
-from headrace.pipelines.collections.chunk_queries import chunks_that_match, read_chunks, search_keywords
+from headrace.pipelines.collections.chunk_queries import chunks_that_match, read_chunks
 from headrace.pipelines.collections.chunking import embedded_text
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.encoder import Encoder
 from headrace.pipelines.collections.hits import Filters, Hit, QueryVector
-from headrace.pipelines.collections.keyword_words import KeywordWords
+from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import CollectionRecord, StoredChunk
 
@@ -79,7 +79,7 @@ class Collection:
         caller: Caller,
         index: CollectionIndex | None,
         encoder: Callable[[], Encoder],
-        keyword_words: KeywordWords,
+        keywords: KeywordScores,
         rerank: RerankCall | None = None,
         reranker: str = "",
         results: ResultCache | None = None,
@@ -93,7 +93,7 @@ class Collection:
         self._caller = caller
         self._index = index
         self._encoder = encoder
-        self._keyword_words = keyword_words
+        self._keywords = keywords
         self._rerank = rerank
         self._reranker = reranker
         self._results = results
@@ -155,7 +155,7 @@ class Collection:
         count = max(_CANDIDATES, 4 * options.k)
         stages: dict[str, Awaitable[Neighbours]] = {}
         if options.mode != "vector":
-            stages["keyword"] = self._by_keyword(query, count, options.filters)
+            stages["keyword"] = self._keywords.search(self.record, query, count, options.filters)
         if options.mode != "keyword":
             if self._index is None:
                 if options.mode == "vector":
@@ -187,18 +187,6 @@ class Collection:
             stages_ms={name: round(each * 1e3, 3) for name, each in search.seconds.items()},
             reranked=len(reranked),
         )
-
-    async def _by_keyword(self, query: str, count: int, filters: Filters | None) -> Neighbours:
-        frequent = await self._keyword_words.frequent(self.record)
-        search = partial(
-            search_keywords,
-            collection=self.record.seq,
-            query=query,
-            count=count,
-            filters=filters,
-            frequent=frequent,
-        )
-        return await self._database.run(search)
 
     async def _by_vector(
         self, index: CollectionIndex, query: str, count: int, options: SearchOptions, caller: Caller

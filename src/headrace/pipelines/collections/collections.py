@@ -43,7 +43,7 @@ from headrace.pipelines.collections.document_source import document_type, fetch_
 from headrace.pipelines.collections.duplicate_chunks import sketch_bands, text_digest
 from headrace.pipelines.collections.encoder import Encoder, ServedEncoder, find_encoder
 from headrace.pipelines.collections.indexer import CallerFor, EncoderFor, Indexer
-from headrace.pipelines.collections.keyword_words import KeywordWords
+from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import check_metadata
 from headrace.pipelines.collections.records import CollectionRecord, CollectionStats, DocumentRecord
 from headrace.pipelines.collections.rerank_pass import RerankCosts, find_reranker, rerank_within
@@ -104,7 +104,7 @@ class Collections:
         self._database = Database(folder, name="collections", steps=STEPS)
         self._caller_for = caller_for
         self._encoder_for = encoder_for
-        self.keyword_words = KeywordWords(self._database, all_words=config.all_words)
+        self.keywords = KeywordScores(self._database, most_bytes=config.keyword_bytes)
         self._rerank_for = rerank_for
         self._default_model = default_model
         self._results = results
@@ -252,6 +252,7 @@ class Collections:
         record = await self.find(tenant, name)
         await self._database.run(partial(collection_store.mark_deleted, collection=record.seq))
         self._indexes.pop(record.seq, None)
+        self.keywords.forget(record.seq)
         self._run_indexer()
 
     async def open(self, caller: Caller, name: str, *, rerank: str | None = None) -> Collection:
@@ -270,7 +271,7 @@ class Collections:
             caller=caller,
             index=index,
             encoder=lambda: self._encoder_for(caller, record.model),
-            keyword_words=self.keyword_words,
+            keywords=self.keywords,
             rerank=call,
             reranker=f"{rerank or self._config.reranker}" if call is not None else "",
             results=self._results,
@@ -425,6 +426,7 @@ class Collections:
             await self._indexes.pop(oldest).save()
 
     async def _changed(self, collection: int, change: IndexChange) -> None:
+        self.keywords.follow(collection, change)
         if change.dropped:
             self._indexes.pop(collection, None)
         elif (change.added or change.removed) and collection in self._indexes:
