@@ -10,6 +10,10 @@ from typing import Any
 from headrace.config.pipeline_section import PipelineConfig
 from headrace.config.shaping_section import ShapingConfig
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.cache_modes import CachePolicy
+from headrace.gateway.caches.exact.entry_store import GuardedStore
+from headrace.gateway.caches.exact.memory import MemoryStore
+from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import (
@@ -26,7 +30,6 @@ from headrace.gateway.serving.fleet import ServedVariant
 from headrace.pipelines.collections.hits import Hit, QueryVector
 from headrace.pipelines.pipeline_run import PipelineRun
 from headrace.pipelines.pipelines import Pipelines
-from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.tools.approvals import Approvals
@@ -183,6 +186,12 @@ class FakeCollection:
         return self.hits
 
 
+def memory_results(clock: Clock, **modes: Any) -> ResultCache:
+    """A cache of results on the test's clock."""
+    store = GuardedStore(MemoryStore(most_bytes=1_000_000, clock=clock), get_s=None)
+    return ResultCache(store, CachePolicy(**modes), clock=clock)
+
+
 class World:
     """One pipeline named docs."""
 
@@ -198,12 +207,13 @@ class World:
         self.models = FakeModels(self.clock, script or says("Port ", "8000 ", "[1]."), **scripts)
         self.collection = FakeCollection(self.clock)
         self.background: list[asyncio.Task[Any]] = []
-        cache, clock = StageCache(1_000_000, self.clock), StageClock(self.clock, self.clock.sleep)
+        clock = StageClock(self.clock, self.clock.sleep)
+        self.results = memory_results(self.clock)
         self.services = StageServices(
             models=self.models,
-            toolbox=Toolbox(tools or {}, cache, clock, Approvals(b"key", self.clock)),
+            toolbox=Toolbox(tools or {}, self.results, clock, Approvals(b"key", self.clock)),
             retriever=self.collection,
-            cache=cache,
+            results=self.results,
             clock=clock,
             shaping=ShapingConfig(),
             run_background=self._run_background,

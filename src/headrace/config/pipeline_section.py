@@ -130,4 +130,4 @@ class PipelineConfig(Section, frozen=True):
     sentences: bool = False  # streams of this pipeline also have sentence events, for a synthesiser
     first_sentence_chars: Count = 24  # characters of the first sentence event, about
     sentence_chars: Count = 160  # characters of the others, at most
-    cache_bytes: Count = 16 * 1024 * 1024  # 16 MiB of stage results and answers in memory
+    tags: tuple[Text, ...] = ()  # of cached stage results and answers: an invalidation of one removes them

@@ -24,6 +24,7 @@ class ToolConfig(Section, frozen=True):
     safe: tuple[Text, ...] = ()  # with effects: operations that change nothing
     timeout_s: Seconds = 10.0  # seconds one call may take
     cache_s: CacheSeconds = 0.0  # seconds a result is reused for the same arguments and tenant; 0: never
+    tags: tuple[Text, ...] = ()  # of cached results: an invalidation of one removes them
     result_bytes: Count = 64 * 1024  # 64 KiB of one result; the rest is cut
     # http
     url: Text | None = None  # http: address of one operation, or base of `openapi`; mcp: address of the server

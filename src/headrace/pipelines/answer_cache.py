@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.gateway.caches.results.result_cache import ResultCache, ResultLookup
 from headrace.gateway.folded_words import folded
-from headrace.pipelines.run_state import RunState
-from headrace.pipelines.stage_cache import StageCache
+from headrace.pipelines.run_state import STALE_S, RunState
 
 _SPACE: Final = re.compile(r"\s+")
 
@@ -24,33 +24,32 @@ class StoredAnswer(msgspec.Struct):
 class AnswerCache:
     """The view of one run. Answers depend on the tenant, the whole conversation, the filters and the mode."""
 
-    def __init__(self, cache: StageCache, state: RunState) -> None:
-        self._cache = cache
+    def __init__(self, results: ResultCache, state: RunState) -> None:
+        self._results = results
         self._state = state
-        request = state.exchange.text_request
-        self._is_used = "cache" in state.config.generate.order and request.cache == "on"
-        messages = [
-            [each["role"], _SPACE.sub(" ", folded(str(each.get("content") or ""))).strip(" ?!.")]
-            for each in request.messages or ()
-        ]
-        self._key = StageCache.key(
+        self._is_used = "cache" in state.config.generate.order and state.exchange.text_request.cache == "on"
+        self._lookup: ResultLookup | None = None  # the last one
+
+    async def find(self, *, stale: bool = False) -> StoredAnswer | None:
+        """Return an answer; with `stale`, also one that is older than `cache_s`."""
+        if not self._is_used:
+            return None
+        state = self._state
+        self._lookup = await self._results.look(
+            "answer",
             state.exchange.caller.tenant,
-            f"{state.name}/answer",
-            state.exchange.served.fingerprint,
-            messages,
-            dict(request.pipeline.filters),
-            request.pipeline.detail,
-            request.max_tokens,
+            self._parts(),
+            tags=state.config.tags,
+            declared=True,
+            fresh_s=state.config.generate.cache_s,
         )
+        data = self._lookup.old if stale and self._lookup.data is None else self._lookup.data
+        return None if data is None else msgspec.json.decode(data, type=StoredAnswer)
 
-    def find(self, *, stale: bool = False) -> StoredAnswer | None:
-        entry = self._cache.get(self._key, stale=stale) if self._is_used else None
-        return None if entry is None else msgspec.json.decode(entry.value, type=StoredAnswer)
-
-    def store(self) -> None:
+    async def store(self) -> None:
         """Keep the run's answer if it is complete and nothing was passed over."""
         state = self._state
-        if not self._is_used or state.finish != "stop" or state.skipped or state.approvals or not state.text:
+        if self._lookup is None or state.finish != "stop" or state.skipped or state.approvals or not state.text:
             return
         checked = () if state.citations is None else state.citations.citations
         stored = StoredAnswer(
@@ -59,4 +58,22 @@ class AnswerCache:
             citations=[each.described(state.config.check.least_support) for each in checked],
             followups=state.followups,
         )
-        self._cache.put(self._key, msgspec.json.encode(stored), state.config.generate.cache_s)
+        generate = state.config.generate
+        kept_s = max(generate.cache_s, STALE_S) if generate.late == "cached" else generate.cache_s
+        await self._results.keep(self._lookup, msgspec.json.encode(stored), ttl_s=kept_s)
+
+    def _parts(self) -> list[Any]:
+        state = self._state
+        request = state.exchange.text_request
+        messages = [
+            [each["role"], _SPACE.sub(" ", folded(str(each.get("content") or ""))).strip(" ?!.")]
+            for each in request.messages or ()
+        ]
+        return [
+            state.name,
+            state.exchange.served.fingerprint,
+            messages,
+            dict(request.pipeline.filters),
+            request.pipeline.detail,
+            request.max_tokens,
+        ]

@@ -17,6 +17,7 @@ import structlog
 
 from headrace.config.pipeline_section import PipelineConfig, StageName
 from headrace.gateway.api_errors import ApiError, as_api_error
+from headrace.gateway.caches.results.result_cache import ResultLookup
 from headrace.gateway.requests.text_request import ChoiceDelta, NoteDelta, TakeDelta
 from headrace.gateway.routing.composite_answerer import sum_usage
 from headrace.gateway.serving.exchange import Exchange
@@ -27,8 +28,7 @@ from headrace.pipelines.answer_delivery import AnswerDelivery
 from headrace.pipelines.budget_plan import StageNeed, stage_end
 from headrace.pipelines.followups import suggest_followups
 from headrace.pipelines.prefetch import Prefetcher
-from headrace.pipelines.run_state import RunState, StageReport
-from headrace.pipelines.stage_cache import StageCache
+from headrace.pipelines.run_state import STALE_S, RunState, StageReport
 from headrace.pipelines.stage_clock import ClientGoneError, StageLateError
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.assemble import Assemble, as_source
@@ -50,9 +50,6 @@ _STAGES: Final[Mapping[str, Stage]] = {
     "assemble": Assemble(),
     "check": Check(),
 }
-_STALE_S: Final = 3600.0  # seconds an expired result stays of use to a late stage, from when it was stored
-
-_BRIEFLY_S: Final = 0.001  # a result that only a late stage uses
 
 
 class PipelineRun:
@@ -65,7 +62,7 @@ class PipelineRun:
         self.exchange: Exchange = state.exchange
         self.state = state
         self._services = services
-        self._answers = AnswerCache(services.cache, state)
+        self._answers = AnswerCache(services.results, state)
         self._prefetcher = prefetcher
         self._on_ended = ended
         self._needs = stage_needs(state.config)
@@ -187,7 +184,7 @@ class PipelineRun:
 
     async def _produce(self) -> AsyncGenerator[ChoiceDelta]:
         state, services = self.state, self._services
-        if (stored := self._answers.find()) is not None:
+        if (stored := await self._answers.find()) is not None:
             async for delta in self._replay(stored):
                 yield delta
             return
@@ -222,7 +219,7 @@ class PipelineRun:
             state.followups = await suggest_followups(services, state)
             if state.followups:
                 yield NoteDelta(0, event="followups", data=state.followups)
-        self._answers.store()
+        await self._answers.store()
         self._prefetcher.prefetch(state)
         yield self._last_delta()
 
@@ -261,15 +258,13 @@ class PipelineRun:
         if stage.missing_input(state):
             report("skipped", "no_input")
             return
-        key = self._stage_key(name, stage)
-        cache_s: float = getattr(config, "cache_s", 0.0)
-        reads = cache_s > 0 or (name == "search" and state.config.prefetch > 0)
-        if key is not None and reads and (hit := services.cache.get(key)) is not None:
-            source = hit.tag or "hit"
-            if hit.tag:
-                self._prefetcher.count_use(state, hit)
-            details = stage.apply(state, msgspec.json.decode(hit.value))
-            report("done", details={**details, "cache": source})
+        if name == "search" and (hits := await self._prefetcher.find(state)) is not None:
+            report("done", details={**stage.apply(state, hits), "cache": "prefetch"})
+            return
+        lookup = await self._look(name, stage, config)
+        if lookup.data is not None:
+            details = stage.apply(state, msgspec.json.decode(lookup.data))
+            report("done", details={**details, "cache": "hit"})
             return
         why, error = "late", None
         try:
@@ -285,30 +280,39 @@ class PipelineRun:
             if error.status >= 500 and not isinstance(caught, ApiError):
                 log.error("a pipeline's stage failed", pipeline=state.name, stage=name, exc_info=caught)
         else:
-            if key is not None:
-                kept_s = cache_s or (_BRIEFLY_S if config.late == "cached" else 0.0)
-                services.cache.put(key, msgspec.json.encode(result), kept_s)
+            if lookup.key is not None:
+                cache_s: float = config.cache_s
+                kept_s = max(cache_s, STALE_S) if config.late == "cached" else cache_s
+                await services.results.keep(lookup, msgspec.json.encode(result), ttl_s=kept_s)
             report("done", details=details)
             return
         if config.late == "stop":
             report("stopped", why)
             raise error or late_error(state, name)
-        if config.late == "cached" and key is not None:
-            old = services.cache.get(key, stale=True)
-            if old is not None and old.stored + _STALE_S > services.cache.now():
-                report("cached", why, stage.apply(state, msgspec.json.decode(old.value)))
-                return
+        if config.late == "cached" and lookup.old is not None:
+            report("cached", why, stage.apply(state, msgspec.json.decode(lookup.old)))
+            return
         if config.late == "fewer" and (partial := stage.use_partial(state)) is not None:
             report("fewer", why, partial)
             return
         report("skipped", why)
 
-    def _stage_key(self, name: str, stage: Stage) -> bytes | None:
-        """Return the key of a stage's result. None: it is neither read nor kept."""
-        parts = stage.cache_parts(self.state)
-        if parts is None or self.exchange.text_request.cache == "off":
-            return None
-        return StageCache.key(self.exchange.caller.tenant, f"{self.state.name}/{name}", *parts)
+    async def _look(self, name: StageName, stage: Stage, config: Any) -> ResultLookup:
+        """Look for an earlier result of a stage, if it keeps any."""
+        state = self.state
+        parts = stage.cache_parts(state)
+        cache_s: float = getattr(config, "cache_s", 0.0)
+        if parts is None or (cache_s <= 0 and config.late != "cached"):
+            return ResultLookup()
+        return await self._services.results.look(
+            "stage",
+            self.exchange.caller.tenant,
+            [state.name, name, *parts],
+            tags=state.config.tags,
+            requested=self.exchange.text_request.cache,
+            declared=True,
+            fresh_s=cache_s,
+        )
 
     async def _use_tools(self, end: float) -> AsyncGenerator[ChoiceDelta]:
         """Run the tools' loop. ApiError if it must not be passed over and a budget ended it."""
@@ -359,7 +363,7 @@ class PipelineRun:
         ms, budget_ms = (services.clock.now() - began) * 1e3, (end - began) * 1e3
         if why and not state.text:
             text = None
-            if config.late == "cached" and (old := self._answers.find(stale=True)) is not None:
+            if config.late == "cached" and (old := await self._answers.find(stale=True)) is not None:
                 outcome, text = "cached", old.text
             elif config.late != "stop":
                 text = rescue(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from headrace.pipelines.model_access import ModelAccess
 from headrace.pipelines.pipeline_run import PipelineRun, stage_needs
 from headrace.pipelines.prefetch import Prefetcher
 from headrace.pipelines.run_state import RunState
-from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.tools.tool_sources import tool_sources
@@ -44,12 +42,13 @@ class Pipelines:
         if not config.pipelines:
             return None
         clock = StageClock()
-        cache = StageCache(sum(each.cache_bytes for each in config.pipelines.values()), time.monotonic)
+        results = services.results
+        assert results is not None  # it is built wherever pipelines are declared
         stage_services = StageServices(
             models=ModelAccess(services),
-            toolbox=Toolbox(tool_sources(config.tools, environ), cache, clock),
+            toolbox=Toolbox(tool_sources(config.tools, environ), results, clock),
             retriever=None,
-            cache=cache,
+            results=results,
             clock=clock,
             shaping=config.shaping,
             run_background=services.background.run,

@@ -1,20 +1,21 @@
 """Prefetcher: finds the passages for questions that a user is likely to ask next, and measures how often they are used.
 
 Off unless a pipeline declares `prefetch`. At most two searches run at once in this process, one answer begins at most
-five, and results are kept for two minutes in the pipelines' bounded cache.
+five, and results are kept for two minutes in the cache of results.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections import OrderedDict
+from typing import Any, Final
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.results.result_cache import ResultLookup
 from headrace.observe import metrics
 from headrace.pipelines.run_state import RunState
-from headrace.pipelines.stage_cache import CachedStage, StageCache
 from headrace.pipelines.stage_clock import StageLateError
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.search import search, search_filters
@@ -23,6 +24,7 @@ TTL_S: Final = 120.0
 _AT_ONCE: Final = 2
 _WAITING: Final = 32  # searches that wait, at most
 _SEARCH_S: Final = 5.0
+_UNUSED: Final = 4096  # prefetched results whose first use is noticed
 
 
 class Prefetcher:
@@ -32,6 +34,7 @@ class Prefetcher:
         self._services = services
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._waiting = 0
+        self._unused: OrderedDict[bytes, bool] = OrderedDict()  # keys of results that no question has used
         self.counts: dict[str, dict[str, int]] = {}  # by pipeline: fetched, used, dropped, failed
 
     def prefetch(self, state: RunState) -> None:
@@ -45,22 +48,36 @@ class Prefetcher:
             self._waiting += 1
             self._services.run_background(self._fetch(state, question))
 
-    def count_use(self, state: RunState, entry: CachedStage) -> None:
-        """Count a prefetched result the first time that a question uses it."""
-        entry.tag = ""
-        self._count(state, "used")
+    async def find(self, state: RunState) -> list[Any] | None:
+        """Return the passages that were found ahead for a run's question, and count their first use."""
+        if not state.config.prefetch or state.exchange.text_request.cache == "off":
+            return None
+        lookup = await self._look(state, state.question)
+        if lookup.data is None:
+            return None
+        if lookup.key is not None and self._unused.pop(lookup.key.digest, False):
+            self._count(state, "used")
+        return msgspec.json.decode(lookup.data)
+
+    async def _look(self, state: RunState, question: str) -> ResultLookup:
+        config = state.config.search
+        parts = [state.name, config.collection, config.k, dict(search_filters(state) or {}), question]
+        results, tenant = self._services.results, state.exchange.caller.tenant
+        return await results.look("prefetch", tenant, parts, tags=state.config.tags, declared=True)
 
     async def _fetch(self, state: RunState, question: str) -> None:
-        services, config = self._services, state.config.search
-        parts = [config.collection, config.k, dict(search_filters(state) or {}), question]
-        key = StageCache.key(state.exchange.caller.tenant, f"{state.name}/search", *parts)
+        services = self._services
         try:
             async with self._room:
-                if services.cache.get(key) is not None:
+                lookup = await self._look(state, question)
+                if lookup.key is None or lookup.data is not None:
                     return
                 end = services.clock.now() + _SEARCH_S
                 hits = await services.clock.within(search(services, state, question, _SEARCH_S), end)
-                services.cache.put(key, msgspec.json.encode(hits), max(TTL_S, config.cache_s), tag="prefetch")
+                await services.results.keep(lookup, msgspec.json.encode(hits), ttl_s=TTL_S)
+                self._unused[lookup.key.digest] = True
+                if len(self._unused) > _UNUSED:
+                    self._unused.popitem(last=False)
                 self._count(state, "fetched")
         except (ApiError, StageLateError):
             self._count(state, "failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +16,8 @@ from headrace.gateway.serving.exchange import Exchange
 from headrace.pipelines.citation_check import CitationCheck
 from headrace.pipelines.collections.hits import Hit, QueryVector
 from headrace.pipelines.retrieval import source_entry
+
+STALE_S: Final = 3600.0  # seconds an old result stays of use to a late stage, from when it was stored
 
 
 class StageReport(msgspec.Struct):

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.config.shaping_section import ShapingConfig
+from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.pipelines.retrieval import Retriever
-from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.tools.toolbox import Toolbox
 
@@ -37,7 +37,7 @@ class StageServices(msgspec.Struct, kw_only=True):
     models: Models
     toolbox: Toolbox
     retriever: Retriever | None  # None: this server has no collections
-    cache: StageCache
+    results: ResultCache
     clock: StageClock
     shaping: ShapingConfig
     run_background: Callable[[Coroutine[Any, Any, Any]], None]

@@ -63,8 +63,10 @@ def assemble(
     ledger = shared.ledger if shared is not None and Ledger.is_kept(config) else own_ledger
     exact = ExactCache.from_config(config, database, environ)
     semantic = SemanticCache.from_config(config.cache.semantic, database, fleet)
-    used = config.cache.results.mode != "off" or any(
-        each.caches.results not in (None, "off") for each in config.tenants.values()
+    used = (
+        config.cache.results.mode != "off"
+        or bool(config.pipelines)
+        or any(each.caches.results not in (None, "off") for each in config.tenants.values())
     )
     results = ResultCache.from_config(config.cache.results, database, environ, is_used=used)
     named = (("exact", exact), ("semantic", semantic), ("results", results))

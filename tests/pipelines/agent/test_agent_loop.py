@@ -16,11 +16,11 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import Choice, TokenUsage, ToolCall
 from headrace.pipelines.agent.agent_loop import AgentBudget, AgentResult, run_agent
-from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock, StageLateError
 from headrace.pipelines.tools.tool import FixedTools, ToolError, ToolSpec
 from headrace.pipelines.tools.toolbox import Toolbox
 from tests.support.clock import Clock
+from tests.support.pipeline_runs import memory_results
 
 PRICE = Price(input=1_000_000, output=2_000_000)  # a micro for each prompt token, two for each output token
 QUESTION = [{"role": "user", "content": "Where is my order?"}]
@@ -44,7 +44,7 @@ class AgentWorld:
         self._clock = StageClock(self.clock, self.clock.sleep)
         specs = {name: ToolSpec(name, name, {"type": "object"}, self._tool(name), timeout_s=FROZEN) for name in seconds}
         self._specs = specs
-        self._toolbox = Toolbox({"all": FixedTools(*specs.values())}, StageCache(10_000, self.clock), self._clock)
+        self._toolbox = Toolbox({"all": FixedTools(*specs.values())}, memory_results(self.clock), self._clock)
 
     def _tool(self, name: str) -> Any:
         async def call(arguments: Mapping[str, Any], tenant: str) -> str:

@@ -36,11 +36,12 @@ class CachePolicy(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Mapping[str, CacheMode] = {}  # tenants with a mode of their own
     salt: str = ""  # caches with different salts select different tenants
 
-    def access(self, tenant: str, *, requested: str = "on") -> CacheAccess:
-        """Return the access of a tenant's request. `requested`: its `cache`; "off" neither reads nor writes."""
+    def access(self, tenant: str, *, requested: str = "on", declared: bool = False) -> CacheAccess:
+        """Return the access of a tenant's request. `requested`: its `cache`; "off" neither reads nor writes.
+        `declared`: mode off means on, except a tenant's own."""
         if requested == "off":
             return NO_ACCESS
-        match self.tenants.get(tenant, self.mode):
+        match self.tenants.get(tenant, "on" if declared and self.mode == "off" else self.mode):
             case "off":
                 return NO_ACCESS
             case "record":

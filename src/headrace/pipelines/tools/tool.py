@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -26,6 +26,8 @@ class ToolSpec(msgspec.Struct, frozen=True):
     timeout_s: float = 10.0
     cache_s: float = 0.0
     result_bytes: int = 64 * 1024
+    kind: Literal["http", "sql", "tool"] = "tool"  # of its cached results
+    tags: tuple[str, ...] = ()  # of its cached results
 
 
 class ToolSource(Protocol):
@@ -68,6 +70,8 @@ def make_spec(
         timeout_s=config.timeout_s,
         cache_s=config.cache_s,
         result_bytes=config.result_bytes,
+        kind=config.kind if config.kind in ("http", "sql") else "tool",
+        tags=config.tags,
     )
 
 

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.caches.results.result_cache import ResultCache, ResultLookup
 from headrace.observe import metrics
-from headrace.pipelines.stage_cache import StageCache
 from headrace.pipelines.stage_clock import StageClock, StageLateError
 from headrace.pipelines.tools.approvals import Approvals
 from headrace.pipelines.tools.tool import ToolError, ToolSource, ToolSpec
@@ -37,13 +37,13 @@ class Toolbox:
     def __init__(
         self,
         sources: Mapping[str, ToolSource],
-        cache: StageCache,
+        results: ResultCache,
         clock: StageClock,
         approvals: Approvals | None = None,
     ) -> None:
         self.approvals = approvals or Approvals()
         self._sources = dict(sources)
-        self._cache = cache
+        self._results = results
         self._clock = clock
 
     async def offer(self, names: Sequence[str], allowed: Sequence[str], end: float) -> list[ToolSpec]:
@@ -70,9 +70,14 @@ class Toolbox:
     async def _call(
         self, spec: ToolSpec, arguments: Mapping[str, Any], tenant: str, end: float, *, caches: bool
     ) -> ToolResult:
-        key = StageCache.key(tenant, f"tool/{spec.name}", dict(arguments))
-        if caches and (hit := self._cache.get(key)) is not None:
-            return ToolResult(hit.value.decode(), "cached")
+        lookup = ResultLookup()
+        if caches:
+            parts = [spec.name, dict(arguments)]
+            lookup = await self._results.look(
+                spec.kind, tenant, parts, tags=spec.tags, declared=True, fresh_s=spec.cache_s
+            )
+        if lookup.data is not None:
+            return ToolResult(lookup.data.decode(), "cached")
         try:
             until = min(end, self._clock.now() + spec.timeout_s)
             text = await self._clock.within(spec.call(arguments, tenant), until)
@@ -85,7 +90,7 @@ class Toolbox:
             return ToolResult("Error: the tool failed.", "failed")
         text = cut_bytes(text, spec.result_bytes)
         if caches:
-            self._cache.put(key, text.encode(), spec.cache_s)
+            await self._results.keep(lookup, text.encode(), ttl_s=spec.cache_s)
         return ToolResult(text, "done")
 
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""ResultCache: keeps intermediate results: embeddings, search results, and answers of HTTP services, SQL and tools.
+"""ResultCache: keeps intermediate results: embeddings, search results, answers of HTTP services, SQL and tools, and the
+results of pipelines' stages.
 
 A result is bytes under a key made of its kind, its tenant and whatever it depends on. Stores, modes, tags and
 invalidations are those of the exact cache, in a namespace of their own. Equal computations that run at once are shared.
@@ -29,7 +30,7 @@ from headrace.gateway.caches.invalidation_log import InvalidationLog, Invalidati
 from headrace.gateway.database import Database
 from headrace.observe import metrics
 
-ResultKind = Literal["embedding", "retrieval", "http", "sql", "tool"]
+ResultKind = Literal["embedding", "retrieval", "http", "sql", "tool", "stage", "answer", "prefetch"]
 ResultOutcome = Literal[
     "hit",
     "miss",
@@ -67,6 +68,7 @@ class ResultLookup(msgspec.Struct, frozen=True):
     key: CacheKey | None = None
     kind: ResultKind = "tool"
     recorded: bytes | None = None  # in mode record: the entry, which is not served
+    old: bytes | None = None  # an entry that is older than was asked for
     writes: bool = False
     ticket: Any = None  # the store's
     mark: int = 0  # invalidations before it
@@ -102,7 +104,7 @@ class ResultCache:
             "http": lifetime_s(self.config.http_ttl),
             "sql": lifetime_s(self.config.sql_ttl),
             "tool": lifetime_s(self.config.tool_ttl),
-        }
+        }  # others have the lifetime that they are kept with
         self._tag_ttl_s = {tag: lifetime_s(ttl) for tag, ttl in self.config.tags.items()}
         self._invalidations = InvalidationLog()
         self._flights: dict[bytes, asyncio.Task[bytes]] = {}
@@ -180,9 +182,15 @@ class ResultCache:
         *,
         tags: Sequence[str] = (),
         requested: str = "on",
+        declared: bool = False,
+        fresh_s: float | None = None,
     ) -> ResultLookup:
-        """Look for a result within the store's timeout; never fails."""
-        access = self.modes.access(tenant, requested=requested)
+        """Look for a result within the store's timeout; never fails.
+
+        `declared`: the operator has given this very result a lifetime, so it is cached in mode off too, unless the
+        tenant's own mode is off. `fresh_s`: seconds after which an entry is only `old`.
+        """
+        access = self.modes.access(tenant, requested=requested, declared=declared)
         if not access.reads:
             return ResultLookup(kind=kind)
         key = _key(kind, tenant, parts, tags)
@@ -200,15 +208,16 @@ class ResultCache:
         found = ResultLookup(
             kind=kind, key=key, writes=access.writes, ticket=stored.ticket, mark=mark, shares=access.serves
         )
-        if entry is None:
+        age_s = 0.0 if entry is None else max(0.0, self._clock() - entry.made)
+        if entry is None or (fresh_s is not None and age_s >= fresh_s):
             self._note(kind, "miss")
-            return found
+            usable = entry is not None and access.serves
+            return msgspec.structs.replace(found, old=entry.data) if entry is not None and usable else found
         if not access.serves:
             # Leave the entry in place, or none would reach its time to live in this mode.
             self._note(kind, "would_hit")
             return msgspec.structs.replace(found, recorded=entry.data, writes=False)
         self._note(kind, "hit")
-        age_s = max(0.0, self._clock() - entry.made)
         return msgspec.structs.replace(found, data=entry.data, age_s=age_s)
 
     async def keep(self, lookup: ResultLookup, data: bytes, *, ttl_s: float | None = None) -> None:
@@ -232,7 +241,7 @@ class ResultCache:
     def ttl_s(self, kind: ResultKind, tags: Sequence[str], wanted: float | None = None) -> float:
         """Return the time to live: the shortest of the tags', else the wanted one, else the kind's."""
         known = [self._tag_ttl_s[tag] for tag in tags if tag in self._tag_ttl_s]
-        return min(known, default=self._ttl_s[kind] if wanted is None else wanted)
+        return min(known, default=self._ttl_s.get(kind, 0.0) if wanted is None else wanted)
 
     def _unpack(self, kind: ResultKind, key: CacheKey, packed: bytes) -> _Entry | None:
         start = len(_MAGIC) + _SEAL
