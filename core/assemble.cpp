@@ -116,7 +116,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.mlp_norm = parts.norm(feed + ".norm", w.hidden);
   layer.mlp_out_norm = parts.norm(feed + ".out_norm", w.hidden);
   layer.mlp_residual_norm = parts.norm(feed + ".residual_norm", w.hidden);
-  const bool full = w.qk_norm == QkNorm::kFull;
+  const bool full = w.qk_norm == QkNorm::kFull || w.qk_norm == QkNorm::kEachHead;
   layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
   layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
   layer.sinks = parts.list(attn + ".sinks");
@@ -171,7 +171,8 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.gated = parts.value<bool>("gated");
   w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
   w.eps = parts.value<float>("eps");
-  w.qk_norm = static_cast<QkNorm>(chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full"}, "qk norm"));
+  w.qk_norm = static_cast<QkNorm>(
+      chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full", "each_head"}, "qk norm"));
   w.activation = static_cast<Activation>(chosen(parts.value<std::string>("activation"),
                                                 {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu"}, "activation"));
   w.gate_slope = parts.value<float>("gate_slope");

@@ -402,11 +402,13 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
   pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     float* scratch = row_scratch_.data() + thread * row_scratch_stride_;
     // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
-    auto normalise = [&](const NormWeights& norm, float* values, int64_t width) {
+    const bool layer_norm = w_.qk_norm == QkNorm::kEachHead;
+    auto normalise = [&](const NormWeights& norm, float* values, int64_t width, int64_t first_weight = 0) {
       const int64_t padded = round_up(width, 16);
       std::memcpy(scratch, values, static_cast<size_t>(width) * sizeof(float));
       for (int64_t i = width; i < padded; ++i) scratch[i] = 0.0f;
-      kernels_.norm({norm.weight.data(), norm.bias.data(), w_.eps, false}, scratch, width, scratch);
+      const float* bias = norm.bias.data();
+      kernels_.norm({norm.weight.data() + first_weight, bias, w_.eps, layer_norm}, scratch, width, scratch);
       std::memcpy(values, scratch, static_cast<size_t>(width) * sizeof(float));
     };
     for (int64_t r = begin; r < end; ++r) {
@@ -420,6 +422,9 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
       } else if (w_.qk_norm == QkNorm::kHead) {
         for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size);
         for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size);
+      } else if (w_.qk_norm == QkNorm::kEachHead) {
+        for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size, h * size);
+        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size, h * size);
       }
       if (layer.rope >= 0) {
         const Rope& rope = w_.ropes[static_cast<size_t>(layer.rope)];

@@ -19,7 +19,7 @@
 
 namespace headrace {
 
-enum class QkNorm : int { kNone, kHead, kFull };
+enum class QkNorm : int { kNone, kHead, kFull, kEachHead };  // kEachHead: layer norms, each head with its own weights
 
 // Zeroed memory aligned to 64 bytes.
 template <typename T>

@@ -189,6 +189,11 @@ def forward(
         q, k, v = (x.reshape(count, -1, spec.head_size) for x in (q, k, v))
         if spec.qk_norm == "head":
             q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
+        if spec.qk_norm == "each_head":
+            q, k = (
+                rms(x - x.mean(axis=-1, keepdims=True), spec.norm_eps) * weight(f"{name}.{kind}").reshape(x.shape[1:])
+                for x, kind in ((q, "q_norm"), (k, "k_norm"))
+            )
         layer = spec.layers[index]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))

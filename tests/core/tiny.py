@@ -83,6 +83,7 @@ SPECS: dict[str, ModelSpec] = {
         kv_heads=2,
     ),
     "head_norms": spec(qk_norm="head", head_size=40, heads=5, kv_heads=1, qkv_bias=True),
+    "norm_of_each_head": spec(qk_norm="each_head", norm="layer", head_size=20),
     "full_norms": spec(qk_norm="full", pre_norm=False, out_norm=True),
     "layer_norm": spec(norm="layer", gated=False, activation="relu", qkv_bias=True, o_bias=True, mlp_bias=True),
     "gated_biases": spec(mlp_bias=True, o_bias=True, activation="gelu", intermediate_size=33),

@@ -637,6 +637,39 @@ def _deepseek_v3() -> Any:
     )
 
 
+def _llama_dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "rope_theta": 20000.0, "factor": 4.0}
+    return transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+
+
+def _minimax_m2() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}
+    return transformers.MiniMaxM2Config(
+        **SIZES, head_dim=24, num_local_experts=6, num_experts_per_tok=2, rope_parameters=rope
+    )
+
+
+def _ernie_moe() -> Any:
+    return transformers.Ernie4_5_MoeConfig(
+        **SIZES,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_intermediate_size=48,
+        moe_num_shared_experts=2,
+        tie_word_embeddings=False,
+    )
+
+
+def _command_r_plus() -> Any:
+    return transformers.CohereConfig(**SIZES, logit_scale=0.25, use_qk_norm=True)
+
+
+def _stablelm_12b() -> Any:
+    return transformers.StableLmConfig(
+        **SIZES, use_parallel_residual=True, qk_layernorm=True, layer_norm_eps=1e-3, tie_word_embeddings=False
+    )
+
+
 def _eurobert() -> Any:
     sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
     return transformers.EuroBertConfig(**sizes, head_dim=24)
@@ -681,6 +714,11 @@ TINY: dict[str, Tiny] = {
     "deepseek-v2-lite": Tiny("DeepseekV2ForCausalLM", _deepseek_v2_lite),
     "deepseek-v2": Tiny("DeepseekV2ForCausalLM", _deepseek_v2),
     "deepseek-v3": Tiny("DeepseekV3ForCausalLM", _deepseek_v3),
+    "llama-dynamic": Tiny("LlamaForCausalLM", _llama_dynamic),
+    "minimax-m2": Tiny("MiniMaxM2ForCausalLM", _minimax_m2),
+    "ernie-moe": Tiny("Ernie4_5_MoeForCausalLM", _ernie_moe),
+    "command-r-plus": Tiny("CohereForCausalLM", _command_r_plus),
+    "stablelm-12b": Tiny("StableLmForCausalLM", _stablelm_12b),
     "gpt2": Tiny("GPT2LMHeadModel", _gpt2),
     "gpt-bigcode": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode),
     "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads),
@@ -742,7 +780,7 @@ DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
-    deepseek-v2-lite deepseek-v2 deepseek-v3
+    minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
     """.split()

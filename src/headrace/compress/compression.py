@@ -74,10 +74,7 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             f"{folder.path.name} is a GGUF file. Pass the folder in Hugging Face layout that it was made from.",
             parameter="model",
         )
-    experts = folder.spec.experts
-    mixture = experts is not None and (experts.shared_size or experts.scoring != "softmax" or experts.bias)
-    spec = folder.spec
-    if spec.parallel or spec.sinks or spec.alibi or spec.latent or spec.learned_positions or mixture:
+    if not _computes(folder.spec):
         raise RequestError(
             f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
             "int8 or int4 instead.",
@@ -106,6 +103,17 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
                 f"'{name}=16'.",
                 parameter="group",
             )
+
+
+def _computes(spec: ModelSpec) -> bool:
+    """Return whether `LayerPass` computes the layers of a model."""
+    experts = spec.experts
+    if experts is not None and (
+        experts.shared_size or experts.scoring != "softmax" or experts.correction or experts.bias or experts.groups > 1
+    ):
+        return False
+    positions = spec.alibi or spec.learned_positions
+    return not (spec.parallel or spec.sinks or spec.latent or positions or spec.qk_norm == "each_head")
 
 
 def compress_model(

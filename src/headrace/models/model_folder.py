@@ -5,6 +5,7 @@ Joins canonical tensors from their parts on disk. Does not know precisions or ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -90,6 +91,8 @@ class ModelFolder:
             data = data[part.row : part.row + 1]
         if part.transposed:
             data = data.T
+        if part.flat:
+            data = data.reshape(-1)
         order = part.row_order(len(data))
         data = np.ascontiguousarray(data if order is None else data[order])
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
@@ -106,6 +109,8 @@ class ModelFolder:
                     shape_on_disk = shape_on_disk[1:]
                 if part.transposed:
                     shape_on_disk = shape_on_disk[::-1]
+                if part.flat:
+                    shape_on_disk = (math.prod(shape_on_disk),)
                 if part.row is not None and shape_on_disk and part.row < shape_on_disk[0]:
                     shape_on_disk = (1, *shape_on_disk[1:])
                 if shape_on_disk != (rows, *shape[1:]):

@@ -1,4 +1,4 @@
-"""Turns the rope keys of a config into a RopeSpec: default, linear, llama3, yarn and longrope.
+"""Turns the rope keys of a config into a RopeSpec: default, linear, dynamic, llama3, yarn and longrope.
 
 The arithmetic follows transformers step by step: in f32, with a division by a tensor as a product with its reciprocal.
 The exception is powers, which are correctly rounded here so that tables are the same on every machine; the reference's
@@ -23,9 +23,8 @@ from headrace.models.spec import RopeSpec
 F32 = NDArray[np.float32]
 
 # Names of ropes in a config -> our names.
-KINDS: Mapping[str, str] = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}
+KINDS: Mapping[str, str] = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 _REASONS = {
-    "dynamic": "its angles depend on the length of the longest sequence in the batch",
     "ntk": "its angles depend on the length of the longest sequence in the batch",
     "mrope": "it needs image positions",
 }
@@ -105,6 +104,8 @@ def rope_of(
             return _yarn(config, parameters, powers, theta, original)
         if kind == "longrope":
             return _longrope(config, parameters, powers, original)
+        if kind == "dynamic":
+            parameters.positive("factor")  # of texts beyond the context, which are rejected
         return RopeSpec(inv_freq=_exact(_inverse(powers)))
     except (ArithmeticError, ValueError) as error:
         raise ModelError(f"The rope {kind!r} has no finite table: {error}.", path=config.path) from None

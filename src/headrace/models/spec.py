@@ -22,7 +22,7 @@ import msgspec
 NormKind = Literal["rms", "layer"]
 PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Activation = PlainActivation | Literal["clamped_silu"]  # gated only: act(gate) * (up + 1), both clamped (gpt-oss)
-QkNorm = Literal["none", "head", "full"]
+QkNorm = Literal["none", "head", "full", "each_head"]
 Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
 PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
 ScoreActivation = Literal["sigmoid", "identity"]
@@ -139,7 +139,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
     latent: LatentSpec | None = None
-    qk_norm: QkNorm = "none"  # "head": over each head's dims; "full": over all heads' dims at once
+    # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head
+    qk_norm: QkNorm = "none"
 
     activation: Activation = "silu"
     gate_slope: float = 1.0  # of "clamped_silu": gate * sigmoid(slope * gate)
@@ -267,7 +268,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{attn}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
-        elif spec.qk_norm == "full":
+        elif spec.qk_norm != "none":
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         if spec.sinks:
             shapes[f"{attn}.sinks"] = (spec.heads,)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, family_of, family_sources, model_spec
+from headrace.models.families.family import MODEL_TYPES
 from headrace.models.model_folder import open_model
 from headrace.models.spec import ModelSpec, tensor_shapes
 from tests.models.tiny_models import CONTEXT, TINY, WINDOW, Reference, saved_config, spec_of
@@ -58,6 +59,7 @@ def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str,
     joined: dict[str, tuple[int, ...]] = {}
     for canonical, parts in sources.items():
         shapes = [saved[part.name] if part.index is None else saved[part.name][1:] for part in parts]
+        shapes = [(math.prod(shape),) if part.flat else shape for shape, part in zip(shapes, parts, strict=True)]
         shapes = [shape[::-1] if part.transposed else shape for shape, part in zip(shapes, parts, strict=True)]
         assert len({shape[1:] for shape in shapes}) == 1
         joined[canonical] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -313,7 +315,7 @@ def test_plain_llama_config_needs_no_more_than_its_sizes() -> None:
         ({"rope_scaling": []}, "rope_scaling.*object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor.*missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "Unsupported rope 'dynamic'.*batch"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "Unsupported rope 'ntk'.*batch"),
         ({"rope_scaling": {"type": "sideways"}}, "Unsupported rope 'sideways'.*supported are default"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         (
@@ -565,3 +567,19 @@ def test_published_configs_are_read(name: str) -> None:
         "mpt-7b": (2048, False, (float(np.float32(2**-0.25)), float(np.float32(2**-0.5))), 128**-0.5),
     }
     assert found[name] == expected[name]
+
+
+def test_a_config_without_architectures_is_read_by_its_model_type(tiny: Tiny) -> None:
+    for name in ("llama", "gpt2", "bert", "deepseek-v3"):
+        values = saved_config(tiny(name))
+        expected = spec_of(values, tiny(name).folder)
+        for none in ({}, {"architectures": None}, {"architectures": []}):
+            without = {key: value for key, value in values.items() if key != "architectures"} | none
+            assert spec_of(without, tiny(name).folder) == expected
+    with pytest.raises(ModelError, match="architectures"):
+        spec_of({**values, "architectures": None, "model_type": "mamba"})
+
+
+def test_every_model_type_has_a_family() -> None:
+    known = {name for family in FAMILIES for name in family.architectures}
+    assert set(MODEL_TYPES.values()) <= known

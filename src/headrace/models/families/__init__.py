@@ -112,6 +112,8 @@ HEADLESS: dict[str, str] = {
     "Starcoder2Model": "Starcoder2ForCausalLM",
     "DeepseekV2Model": "DeepseekV2ForCausalLM",
     "DeepseekV3Model": "DeepseekV3ForCausalLM",
+    "MiniMaxM2Model": "MiniMaxM2ForCausalLM",
+    "Ernie4_5_MoeModel": "Ernie4_5_MoeForCausalLM",
     "GptOssModel": "GptOssForCausalLM",
     "GPT2Model": "GPT2LMHeadModel",
     "GPTBigCodeModel": "GPTBigCodeForCausalLM",

@@ -1,5 +1,6 @@
-"""Reads Command R and Command R7B (Cohere 2): attention and MLP read the same normalised rows, and the rope rotates
-neighbouring dims. In Cohere 2, sliding layers have positions and the others have none."""
+"""Reads Command R, Command R+ (each head has a norm of its own) and Command R7B (Cohere 2): attention and MLP read the
+same normalised rows, and the rope rotates neighbouring dims. In Cohere 2, sliding layers have positions and the others
+have none."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from headrace.models.families.decoder import (
     paired_sources,
     sliding_window,
 )
-from headrace.models.families.family import TensorSources, architecture_of
+from headrace.models.families.family import TensorPart, TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 
@@ -33,7 +34,8 @@ ignored: tuple[str, ...] = (
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
-    config.refuse("use_qk_norm", "heads must not be normalised", unless=(False,))
+    normed = architecture == "CohereForCausalLM" and config.flag("use_qk_norm", default=False)
+    config.refuse("use_qk_norm", "heads must not be normalised", unless=(normed,))
     config.refuse("use_parallel_block", "attention and MLP must be parallel", unless=(True,))
     config.refuse("use_gated_activation", "the MLP must have a gate", unless=(True,))
     config.refuse("use_embedding_sharing", "the head must be the embedding", unless=(True,))
@@ -58,6 +60,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         norm_eps=config.positive("layer_norm_eps", maximum=1.0, default=1e-5),
         parallel=True,
         shared_norm=True,
+        qk_norm="each_head" if normed else "none",
         qkv_bias=bias,
         o_bias=bias,
         logit_scale=config.positive("logit_scale", default=0.0625),
@@ -65,7 +68,12 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return paired_sources(named_sources(spec, LLAMA_NAMES, names, prefix=decoder_prefix(names)), spec)
+    found = paired_sources(named_sources(spec, LLAMA_NAMES, names, prefix=decoder_prefix(names)), spec)
+    pairs = (spec.head_size, spec.head_size)
+    return {
+        name: (TensorPart(parts[0].name, pairs=pairs, flat=True),) if name.endswith(("q_norm", "k_norm")) else parts
+        for name, parts in found.items()
+    }
 
 
 def _layers(config: ConfigJson) -> tuple[LayerSpec, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ class TensorPart(msgspec.Struct, frozen=True):
     rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
     second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files. `grouped` is
     set for queries, keys and values in one tensor, head by head of the keys: the queries of each key, and the rows of a
-    head. `transposed` is set for [inputs, outputs].
+    head. `transposed` is set for [inputs, outputs], and `flat` for a vector that has more dimensions in the files.
     """
 
     name: str
@@ -30,6 +30,7 @@ class TensorPart(msgspec.Struct, frozen=True):
     pairs_last: bool = False
     grouped: tuple[int, int] | None = None
     transposed: bool = False
+    flat: bool = False
 
     def row_order(self, rows: int) -> NDArray[np.intp] | None:
         """Return which row of the file each of our rows is; None if they are in our order."""
@@ -65,9 +66,53 @@ class Family(Protocol):
         ...
 
 
+# `model_type` of configs without `architectures` -> the class that generates or embeds.
+MODEL_TYPES: Final[dict[str, str]] = {
+    "bert": "BertModel",
+    "bloom": "BloomForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "modernbert": "ModernBertModel",
+    "mpnet": "MPNetModel",
+    "mpt": "MptForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "roberta": "RobertaModel",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "xlm-roberta": "XLMRobertaModel",
+}
+
+
 def architecture_of(config: ConfigJson) -> str:
-    """Return the Hugging Face class name of a config: the first of `architectures`."""
+    """Return the Hugging Face class name of a config: the first of `architectures`, or else that of its
+    `model_type`."""
     names = config.strings("architectures")
+    kind = config.text("model_type", default="") if not names and config.has("model_type") else ""
+    if kind in MODEL_TYPES:
+        return MODEL_TYPES[kind]
     if not names:
         raise config.mismatch("architectures", "a list that starts with the name of a model class")
     return names[0]
