@@ -372,7 +372,7 @@ def test_every_conversation_of_the_corpus_fits_and_ends_with_an_answer() -> None
 
 
 def test_the_toy_recipe_runs_from_corpus_to_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--toy", "--folder", str(tmp_path), "--threads", "1", "--tokens", "32000", "--draft-tokens", "16000"]
+    arguments = ["--toy", "--folder", str(tmp_path), "--threads", "1", "--tokens", "40000", "--draft-tokens", "30000"]
     assert make.main([*arguments, "--sample", "1"]) == 0
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert set(results["acceptance"]) == set(MIXTURE)
