@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 
 from headrace.models.synthetic.random_model import write_random_model
 
-# Before torch is imported, here and in every process that a test starts: its threads spin while they wait for each other,
-# and beside other work on the same cores a step of training takes minutes instead of milliseconds.
+# Before torch is imported, here and in every process that a test starts. Its threads spin while they wait for each
+# other: beside other work on the same cores, a step of training takes seconds instead of milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests pass on a busy machine too: examples may take any time.

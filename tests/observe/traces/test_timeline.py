@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.traces.timeline import GenerationTimes, Timeline, seconds_by_stage
+from headrace.observe.traces.timeline import GenerationTimes, Timeline
 
 
 def timeline(**entered: float) -> Timeline:
@@ -70,7 +70,7 @@ def test_stages_have_no_gaps_whatever_an_engine_reports(
     sums: dict[str, float] = {}
     for stage in stages:
         sums[stage.name] = sums.get(stage.name, 0.0) + stage.seconds
-    assert seconds_by_stage(made, GenerationTimes(first, last, queue, prefill, source)) == sums
+    assert made.seconds_by_stage(GenerationTimes(first, last, queue, prefill, source)) == sums
     assert abs(sum(sums.values()) - made.ended) < 1e-6
 
 

@@ -8,14 +8,14 @@ from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
 from headrace.observe.latency.latency_book import RequestSample, Slice, length_bucket
-from headrace.observe.traces.timeline import Timeline, seconds_by_stage
+from headrace.observe.traces.timeline import Timeline
 
 _STAGES = ("queue", "prefill", "decode", "post", "hop")
 
 
 def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> RequestSample:
     usage, timeline = exchange.usage, exchange.timeline
-    by_stage = seconds_by_stage(timeline, exchange.generation_times)
+    by_stage = timeline.seconds_by_stage(exchange.generation_times)
     seconds = {"e2e": timeline.ended - timeline.began} if error is None else {}
     if exchange.first_at:
         seconds["ttft"] = exchange.first_at - timeline.began

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from headrace.gateway.requests.text_request import SourceText, TextRequest, TokenUsage, combine_usages
-from headrace.observe.traces.timeline import GenerationTimes, Timeline, seconds_by_stage
+from headrace.observe.traces.timeline import GenerationTimes, Timeline
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.fleet import ServedVariant
@@ -95,8 +95,8 @@ class Exchange(msgspec.Struct, kw_only=True):
 
     def stages_ms(self) -> dict[str, float]:
         """Return the milliseconds of each stage so far. Their sum is the time since the request arrived."""
-        stages = seconds_by_stage(self.timeline, self.generation_times)
-        return {name: _ms(seconds) for name, seconds in stages.items()}
+        stages = self.timeline.seconds_by_stage(self.generation_times)
+        return {name: round(seconds * 1e3, 3) for name, seconds in stages.items()}
 
     def report(self, usages: Sequence[TokenUsage]) -> dict[str, Any]:
         """Return the response's `headrace` field. Times are milliseconds."""
@@ -164,9 +164,9 @@ class Exchange(msgspec.Struct, kw_only=True):
         """Return the `Server-Timing` header of a complete answer: its stages, and `total`, their sum."""
         timeline = self.timeline
         now = time.monotonic()
-        stages = seconds_by_stage(timeline, self.generation_times, now=now)
+        stages = timeline.seconds_by_stage(self.generation_times, now=now)
         stages["total"] = now - timeline.began
-        return ", ".join([f"{name};dur={_ms(seconds)}" for name, seconds in stages.items()])
+        return ", ".join([f"{name};dur={round(seconds * 1e3, 3)}" for name, seconds in stages.items()])
 
 
 def _ms(seconds: float) -> float:

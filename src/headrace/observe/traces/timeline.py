@@ -77,7 +77,7 @@ class GenerationTimes(NamedTuple):
 class Timeline:
     sample: ClassVar[float] = 0.0  # share of traces that are recorded by their id; set by the configuration
 
-    __slots__ = ("_context", "began", "ended", "entered", "parts", "traceparent")
+    __slots__ = ("_context", "_sums", "began", "ended", "entered", "parts", "traceparent")
 
     def __init__(self, began: float | None = None, traceparent: str | None = None) -> None:
         self.began = time.monotonic() if began is None else began
@@ -86,6 +86,7 @@ class Timeline:
         self.parts: list[Part] = []
         self.traceparent = traceparent  # the client's header
         self._context: TraceContext | None = None
+        self._sums: tuple[GenerationTimes | None, dict[str, float]] | None = None  # once the request has ended
 
     @property
     def context(self) -> TraceContext:
@@ -124,6 +125,30 @@ class Timeline:
                 found.append(Stage(name, began, ended))
         return found
 
+    def seconds_by_stage(self, times: GenerationTimes | None = None, *, now: float | None = None) -> dict[str, float]:
+        """Return the sums of `stages(times, now=now)` by name, for every response: without an object for each.
+
+        Those of a request that has ended are computed once: do not change them."""
+        if now is not None or not self.ended:
+            return self._sum_stages(times, now or time.monotonic())
+        if self._sums is None or self._sums[0] != times:
+            self._sums = (times, self._sum_stages(times, self.ended))
+        return self._sums[1]
+
+    def _sum_stages(self, times: GenerationTimes | None, end: float) -> dict[str, float]:
+        entered = self.entered
+        ends = [began for _, began in entered[1:]]
+        ends.append(max(end, entered[-1][1]))
+        sums: dict[str, float] = {}
+        for (name, began), ended in zip(entered, ends, strict=True):
+            if name == GENERATE:
+                edges = _edges(began, ended, times)
+                for place, (inner, edge) in enumerate(edges, 1):
+                    sums[inner] = sums.get(inner, 0.0) + (edges[place][1] if place < len(edges) else ended) - edge
+            else:
+                sums[name] = sums.get(name, 0.0) + ended - began
+        return sums
+
 
 def _split(began: float, ended: float, times: GenerationTimes | None) -> list[Stage]:
     edges = _edges(began, ended, times)
@@ -150,25 +175,6 @@ def _edges(began: float, ended: float, times: GenerationTimes | None) -> tuple[t
         ("decode", first),
         ("post", last),
     )
-
-
-def seconds_by_stage(
-    timeline: Timeline, times: GenerationTimes | None = None, *, now: float | None = None
-) -> dict[str, float]:
-    """Return the sums of `timeline.stages(times, now=now)` by name, for every response: without an object for each."""
-    entered = timeline.entered
-    end = max(now or timeline.ended or time.monotonic(), entered[-1][1])
-    ends = [began for _, began in entered[1:]]
-    ends.append(end)
-    sums: dict[str, float] = {}
-    for (name, began), ended in zip(entered, ends, strict=True):
-        if name == GENERATE:
-            edges = _edges(began, ended, times)
-            for place, (inner, edge) in enumerate(edges, 1):
-                sums[inner] = sums.get(inner, 0.0) + (edges[place][1] if place < len(edges) else ended) - edge
-        else:
-            sums[name] = sums.get(name, 0.0) + ended - began
-    return sums
 
 
 def parts_in(parts: Iterable[Part], began: float, ended: float) -> list[Part]:
