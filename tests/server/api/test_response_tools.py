@@ -50,6 +50,15 @@ def test_a_custom_tool_is_a_function_with_one_text_and_its_grammar_is_shown() ->
     assert tools_of({"type": "custom", "name": "say", "format": {"type": "text"}})[1] == ""
 
 
+def test_a_regex_format_of_a_custom_tool_is_enforced() -> None:
+    pattern = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}|x"}
+    found, ignored = tools_of({**PATCH, "format": pattern})
+    (tool,) = found.tools
+    assert (tool.strict, ignored) == (True, "")
+    assert tool.parameters is not None
+    assert tool.parameters["properties"]["input"]["pattern"] == "^(?:[a-c]{3}|x)$"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -31,7 +31,8 @@ def limit_scopes(caller: Caller, model: str, surface: str) -> tuple[LimitScope, 
         scopes.append(LimitScope("tenant", caller.tenant, settings.limits))
     if caller.limits != UNLIMITED:
         scopes.append(LimitScope("key", caller.key, caller.limits))
-    for name in dict.fromkeys((model.partition("@")[0], model)):
+    names = dict.fromkeys((model.partition("@")[0], model)) if settings.model_limits else ()
+    for name in names:
         if name in settings.model_limits:
             scopes.append(LimitScope("model", f"{caller.tenant}/{name}", settings.model_limits[name]))
     if surface in settings.surface_limits:

@@ -154,18 +154,17 @@ def _as_tool(function: ResponseTool, name: str) -> Tool:
 
 def _read_custom(tool: CustomTool, where: str, unknown: UnknownFields) -> Tool:
     about = [tool.description] if tool.description else []
-    described = "The whole input of the tool, as plain text."
+    text: dict[str, Any] = {"type": "string", "description": "The whole input of the tool, as plain text."}
     if isinstance(tool.format, CustomGrammarFormat):
-        # The text is inside a JSON string, which no grammar of the client describes, so the model is only shown it.
-        unknown.ignore(f"{where}.format")
         about.append(f"`{_INPUT}` must match this grammar ({tool.format.syntax}):\n{tool.format.definition}")
-    schema = {
-        "type": "object",
-        "properties": {_INPUT: {"type": "string", "description": described}},
-        "required": [_INPUT],
-        "additionalProperties": False,
-    }
-    return Tool(tool.name, "\n\n".join(about) or None, schema)
+        if tool.format.syntax == "regex":
+            text["pattern"] = f"^(?:{tool.format.definition})$"
+        else:
+            # The text is inside a JSON string, which the client's grammar does not describe: the model is only shown it.
+            unknown.ignore(f"{where}.format")
+    schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
+    # With a pattern it is strict: one that does not compile is an error of the request.
+    return Tool(tool.name, "\n\n".join(about) or None, schema, "pattern" in text)
 
 
 def read_tool_choice(

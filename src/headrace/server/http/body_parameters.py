@@ -17,6 +17,7 @@ import msgspec
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.observe import metrics
+from headrace.server.http.allowed_values import allowed_values, value_list
 from headrace.server.http.bounded_json import BodyShape, decode_body
 from headrace.server.http.json_structure import TooManyValuesError
 from headrace.server.http.unknown_fields import STRICT, UnknownFields, drop_unknown
@@ -25,6 +26,7 @@ _PATH: Final = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 # msgspec names an object's field in the message, not in the path.
 _FIELD: Final = re.compile(r"^Object (?P<what>contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL)
 _UNKNOWN_FIELD: Final = "Object contains unknown field "  # msgspec's words
+_INVALID_ENUM: Final = "Invalid enum value "
 _LONGEST_NAME: Final = 100  # characters of a client's parameter name that an error repeats
 _FIRST_INDEX: Final = re.compile(r"( - at `\$)\[(\d+)\]")  # of msgspec's path
 _CONVERTED_AT_ONCE: Final = 1024  # items of a list
@@ -172,7 +174,7 @@ def convert_value(value: Any, type: Any, name: str, unknown: UnknownFields = STR
         # Only now, because looking for all unknown fields takes much longer than converting.
         return _convert(drop_unknown(value, type, name, unknown), type)
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
-        raise _conversion_error(str(error), name) from None
+        raise _conversion_error(str(error), name, type) from None
     except RecursionError:
         raise ApiError(f"'{name}' is nested too deeply.", parameter=name, code="invalid_value") from None
 
@@ -211,12 +213,14 @@ def drop_nulls(given: Any) -> Any:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _conversion_error(message: str, name: str) -> ApiError:
+def _conversion_error(message: str, name: str, type: Any) -> ApiError:
     place = _PATH.search(message)
     path = name + (place["path"].partition("[...]")[0] if place else "")  # msgspec does not say which key it is
     reason = _PATH.sub("", message)
     field = _FIELD.match(reason)
     if field is None:
+        if reason.startswith(_INVALID_ENUM) and (values := allowed_values(type, place["path"] if place else "")):
+            reason = f"{reason}. Expected {value_list(values)}"
         return invalid_value(path, reason)
     path = f"{path}.{field['field'][:_LONGEST_NAME]}"
     if field["what"] == "contains unknown":
