@@ -160,7 +160,7 @@ def _read_custom(tool: CustomTool, where: str, unknown: UnknownFields) -> Tool:
         if tool.format.syntax == "regex":
             text["pattern"] = f"^(?:{tool.format.definition})$"
         else:
-            # The text is inside a JSON string, which the client's grammar does not describe: the model is only shown it.
+            # The text is inside a JSON string, which the client's grammar does not describe. The model is shown it.
             unknown.ignore(f"{where}.format")
     schema = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     # With a pattern it is strict: one that does not compile is an error of the request.
