@@ -73,6 +73,7 @@ def test_a_key_from_the_environment_must_be_there(tmp_path: Path) -> None:
         ('[cache.semantic]\nmode = "on"\nembedder = "mini"', "cache.semantic.mode"),
         ('[cache.results]\nmode = "on"', "cache.results.store"),
         ("[surfaces.chat.ladder]\npreset = true", "surfaces.chat.ladder"),
+        ('[pipelines.docs]\nstages = ["generate"]', "pipelines.docs"),
     ],
 )
 def test_several_processes_need_state_that_they_can_share(tmp_path: Path, changes: str, key: str) -> None:

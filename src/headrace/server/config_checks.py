@@ -193,6 +193,9 @@ def _processes(config: Config) -> Iterator[Finding]:
         yield "drift.share", f"{one}: each process would see a part of the traffic"
     if config.routing.shadows:
         yield "routing.shadows", f"{one}: each process would have bounds and sums of its own"
+    for name in config.pipelines:
+        why = "collections, approvals and runs that can be interrupted belong to one process"
+        yield key_path("pipelines", name), f"{one}: {why}"
     for name, surface in config.surfaces.items():
         if surface.ladder.preset or surface.ladder.steps:
             yield key_path("surfaces", name, "ladder"), f"{one}: each process would see its own load only"
