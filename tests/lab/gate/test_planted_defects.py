@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from headrace.lab.answering.model_server import AnswererSpec, open_servers, parse_spec
@@ -22,7 +18,7 @@ from headrace.lab.gate.judgement import judge, passes
 from headrace.lab.gate.likelihood import answer_likelihood
 from headrace.lab.gate.metrics import Judged
 from headrace.lab.gate.thresholds import Thresholds, default_limits
-from headrace.models.model_folder import BUNDLED
+from tests.support.planted_defects import copied_model, with_noise
 
 # A shared machine's times say nothing of a variant.
 LIMITS = Thresholds(limits=default_limits() | {"ttft": None, "tpot": None})
@@ -53,27 +49,8 @@ def cases() -> list[Case]:
     return found
 
 
-def copied(folder: Path) -> Path:
-    shutil.copytree(BUNDLED / "mini", folder)
-    return folder
-
-
-def with_noise(folder: Path, tensor: str, share: float) -> Path:
-    """Add noise to one tensor, of a share of its standard deviation."""
-    path = copied(folder) / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", data[:8])
-    begin, end = json.loads(data[8 : 8 + length])[tensor]["data_offsets"]
-    at = slice(8 + length + begin, 8 + length + end)
-    values = (np.frombuffer(bytes(data[at]), np.uint16).astype(np.uint32) << 16).view(np.float32)
-    noise = np.random.default_rng(1).normal(0.0, share * float(values.std()), values.size).astype(np.float32)
-    data[at] = ((values + noise).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    path.write_bytes(data)
-    return folder
-
-
 def with_truncated_template(folder: Path) -> Path:
-    path = copied(folder) / "chat_template.jinja"
+    path = copied_model(folder) / "chat_template.jinja"
     text = path.read_text()
     kept = [line for line in text.splitlines() if "'<|" not in line]  # without the marks of roles and ends
     path.write_text("\n".join([*kept, "{%- for message in messages %}{{- text_of(message.content) }}{%- endfor %}"]))

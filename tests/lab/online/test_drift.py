@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
+from headrace.cli import main
 from headrace.config import DriftConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.lab.online.drift import MOST_GROUPS, TrafficProfile, compare_traffic, mix_drift, total_of
@@ -108,7 +110,7 @@ async def test_weeks_are_compared_and_outlive_a_restart() -> None:
 
 
 @asynchronous
-async def test_a_server_profiles_its_requests(tmp_path: Path) -> None:
+async def test_a_server_profiles_its_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"models": {"mini": ModelConfig()}, "exact": ExactConfig(), "drift": DriftConfig(share=1.0)}
     async with caching(tmp_path, **sections) as running:
         running.engine.answer = words("Hello ", "there")
@@ -120,4 +122,15 @@ async def test_a_server_profiles_its_requests(tmp_path: Path) -> None:
         assert profile.means["output_tokens"].count == 2
         found = await running.ask("GET", "/admin/v1/drift?days=7", **BOSS)
         assert (found.status, found.json["requests_after"]) == (200, 2)
+        assert found.json["facts_by_day"] == []  # none had sources
+        sources = [{"id": "a", "text": "The mill opened in 1874."}]
+        for year in (1874, 1974):
+            running.engine.answer = words(f"It opened in {year}.")
+            await running.chat("When did the mill open?", key=RED, sources=sources, cache="off")
+        [day] = (await running.ask("GET", "/admin/v1/drift", **BOSS)).json["facts_by_day"]
+        assert (day["variant"], day["answers"], day["supported"]) == ("mini", 2, 0.5)
+        week = tmp_path / "week.html"
+        monkeypatch.setenv("HEADRACE_ADMIN_KEY", BOSS["authorization"].removeprefix("Bearer "))
+        assert await asyncio.to_thread(main, ["report", "-o", str(week), "--url", running.server.url]) == 0
+        assert "50.0 %" in week.read_text().partition("Drift of questions and answers")[2]
         assert (await running.ask("GET", "/admin/v1/drift?days=99", **BOSS)).status == 400

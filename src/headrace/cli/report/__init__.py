@@ -29,8 +29,8 @@ def report(
     Usage: headrace report --since 7d -o week.html
 
     The file has what became slower, dearer or less reliable, with intervals; objectives, traffic, costs, caches,
-    budgets that run out, outcomes and the mix of requests. It needs no network to be read. A server with keys needs
-    the key of an administrator in HEADRACE_ADMIN_KEY, or its admin.socket.
+    budgets that run out, outcomes, the mix of requests, drift, and the semantic cache's trial. It needs no network to
+    be read. A server with keys needs the key of an administrator in HEADRACE_ADMIN_KEY, or its admin.socket.
 
     Parameters
     ----------
@@ -62,6 +62,8 @@ def report(
             changes=changes(before, after),
             targets={(each["slo"], each["objective"]): each["target"] for each in live.get("objectives", ())},
             budgets=_budgets(url),
+            drift=_of_lab(url, "drift", seconds),
+            semantic=_of_lab(url, "cache/trial", seconds),
             outcomes=(_outcomes(url, before.first, before.last), _outcomes(url, after.first, after.last)),
         )
     )
@@ -84,6 +86,14 @@ def _budgets(url: str) -> list[Any]:
         if not answer.get("has_more"):
             return found
         after = answer["last_id"]
+
+
+def _of_lab(url: str, path: str, seconds: int) -> dict[str, Any] | None:
+    """Return what the lab knows of the last days; None if the server does not watch that."""
+    try:
+        return request_json(url, "GET", path, days=max(1, seconds // 86_400))
+    except HeadraceError:
+        return None
 
 
 def _outcomes(url: str, first: int, last: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from headrace.bench.report.report_tables import figure, table
 from headrace.bench.results.formatting import clean, milliseconds, number, three
 from headrace.cli.report.budget_forecast import Forecast
 from headrace.cli.report.changes import CONFIDENCE, Change
+from headrace.cli.report.lab_sections import drift_section, semantic_section
 from headrace.cli.report.weeks import DAY, HOUR, Key, Span
 from headrace.observe.latency.latency_book import Row
 
@@ -40,6 +41,8 @@ class Report(msgspec.Struct):
     targets: Mapping[tuple[str, str], float]  # of the objectives that are declared now
     budgets: Sequence[Forecast]
     outcomes: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]  # rows of before and after
+    drift: Mapping[str, Any] | None = None
+    semantic: Mapping[str, Any] | None = None
 
 
 def report_html(report: Report) -> str:
@@ -55,9 +58,11 @@ def report_html(report: Report) -> str:
         section("Where the time went", _stages(before, after)),
         section("Costs", _costs(report)),
         section("Caches", _caches(before, after, report.currency)),
+        section("The semantic cache on trial", semantic_section(report.semantic)),
         section("Budgets", _budgets(report)),
         section("Outcomes", _outcomes(report)),
         section("The mix of requests", [tag("figure", each) for each in _mix(report)], charts=True),
+        section("Drift of questions and answers", drift_section(report.drift)),
     ]
     return report_page(title, f"{clean(report.server, 200)} · {compared} · times in UTC", main, glossary=_GLOSSARY)
 

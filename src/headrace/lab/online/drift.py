@@ -56,6 +56,7 @@ class TrafficProfile(msgspec.Struct):
     mixes: dict[str, dict[str, int]] = {}  # requests by dimension and group
     means: dict[str, MeanSums] = {}  # prompt and answer tokens, cost
     quality: dict[str, MeanSums] = {}  # agreement with a better variant, by the variant that answered
+    facts: dict[str, MeanSums] = {}  # share of an answer's facts that its sources have, by variant
 
     def count(self, dimension: str, group: str, number: int = 1) -> None:
         groups = self.mixes.setdefault(dimension, {})
@@ -69,12 +70,15 @@ class TrafficProfile(msgspec.Struct):
     def note_quality(self, variant: str, value: float) -> None:
         self.quality.setdefault(variant, MeanSums()).add(value)
 
+    def note_facts(self, variant: str, value: float) -> None:
+        self.facts.setdefault(variant, MeanSums()).add(value)
+
     def merge(self, other: TrafficProfile) -> None:
         self.requests += other.requests
         for dimension, groups in other.mixes.items():
             for group, number in groups.items():
                 self.count(dimension, group, number)
-        for mine, theirs in ((self.means, other.means), (self.quality, other.quality)):
+        for mine, theirs in ((self.means, other.means), (self.quality, other.quality), (self.facts, other.facts)):
             for name, sums in theirs.items():
                 mine.setdefault(name, MeanSums()).merge(sums)
 
@@ -107,6 +111,7 @@ class DriftReport(msgspec.Struct, frozen=True):
     mixes: tuple[MixDrift, ...]
     means: tuple[MeanChange, ...]
     quality: tuple[MeanChange, ...]
+    facts: tuple[MeanChange, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -127,6 +132,7 @@ class DriftReport(msgspec.Struct, frozen=True):
             ],
             "means": [_mean_json(each) for each in self.means],
             "quality": [_mean_json(each) for each in self.quality],
+            "facts": [_mean_json(each) for each in self.facts],
         }
 
 
@@ -148,6 +154,7 @@ def compare_traffic(before: TrafficProfile, after: TrafficProfile) -> DriftRepor
         tuple(mixes),
         tuple(_mean_changes(before.means, after.means)),
         tuple(_mean_changes(before.quality, after.quality)),
+        tuple(_mean_changes(before.facts, after.facts)),
     )
 
 

@@ -1,4 +1,5 @@
-"""DriftWatch: profiles a share of the traffic by day: languages, lengths, topics, cost and quality. Keeps no texts.
+"""DriftWatch: profiles a share of the traffic by day: languages, lengths, topics, cost, quality and supported facts.
+Keeps no texts.
 
 Topics are clusters of the questions' embeddings, made as they come: a question that is near no cluster begins one,
 until there are enough. Clusters and profiles are saved, so that weeks can be compared after a restart.
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +29,7 @@ from headrace.gateway.routing.rules import last_user_text
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.fleet import ServedVariant
+from headrace.lab.comparison.factual_consistency import check_facts
 from headrace.lab.online.background_copies import SURFACE
 from headrace.lab.online.drift import DriftReport, TrafficProfile, compare_traffic, total_of
 from headrace.lab.online.lab_store import LabStore
@@ -40,6 +43,7 @@ _SAVE_S: Final = 60.0
 _NAME: Final = "drift"
 _MOST_WAITING: Final = 64  # questions that wait for their embedding
 _QUESTION_CHARS: Final = 1000
+_FACT_CHARS: Final = 50_000  # of an answer and its sources: longer ones are not checked, which would hold up others
 
 
 class _Saved(msgspec.Struct):
@@ -111,6 +115,7 @@ class DriftWatch:
         profile.note("prompt_tokens", float(exchange.prompt_tokens))
         if finished.is_generated:
             profile.note("output_tokens", float(usage.output_tokens))
+            self._note_facts(profile, finished)
             price = self._prices.of(exchange.served.name)
             if not price.free:
                 machine = microseconds(usage.prefill_s + usage.decode_s)
@@ -118,6 +123,19 @@ class DriftWatch:
                 profile.note("micros", float(cost))
         if self._encoder is not None and question.strip() and not self._questions.full():
             self._questions.put_nowait((exchange.caller, question[:_QUESTION_CHARS]))
+
+    def _note_facts(self, profile: TrafficProfile, finished: FinishedAnswer) -> None:
+        """Note the share of an answer's numbers and names that its sources or its prompt have."""
+        request, answer = finished.requested, "\n".join(choice.content for choice in finished.choices)
+        texts = [source.text for source in request.sources]
+        if not texts or not finished.is_complete:
+            return
+        texts += [str(message.get("content") or "") for message in request.messages or ()]
+        if len(answer) + sum(map(len, texts)) > _FACT_CHARS:
+            return
+        check = check_facts(answer, texts)
+        if check.facts:
+            profile.note_facts(finished.exchange.served.name, check.consistency)
 
     def note_quality(self, variant: str, value: float) -> None:
         """Take the agreement of a served answer with a better variant's, 0 to 1."""
@@ -188,4 +206,24 @@ class DriftWatch:
         return "" if self._encoder is None else f"{self._encoder.name} {self._encoder.fingerprint}"
 
     def as_json(self, days: int) -> dict[str, Any]:
-        return {"object": "drift", "days": days, "share": self.config.share, **self.report(days).as_json()}
+        return {
+            "object": "drift",
+            "days": days,
+            "share": self.config.share,
+            **self.report(days).as_json(),
+            "facts_by_day": self._facts_by_day(days),
+        }
+
+    def _facts_by_day(self, days: int) -> list[dict[str, Any]]:
+        first = int(self._clock() // DAY_S) - days + 1
+        return [
+            {
+                "day": datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat(),
+                "variant": variant,
+                "answers": sums.count,
+                "supported": None if sums.mean is None else round(sums.mean, 4),
+            }
+            for day, profile in sorted(self.days.items())
+            if day >= first
+            for variant, sums in sorted(profile.facts.items())
+        ]

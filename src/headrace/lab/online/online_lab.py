@@ -17,6 +17,7 @@ from headrace.lab.online.canary_operations import CanaryOperations
 from headrace.lab.online.drift_watch import DriftWatch
 from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.lab_store import LabStore
+from headrace.lab.online.semantic_trial import SemanticTrial
 from headrace.lab.online.shadows import RouteQuality, Shadow
 from headrace.lab.recording.redaction import Redactor
 
@@ -32,12 +33,14 @@ class OnlineLab:
         canaries: Canaries | None = None,
         hard_cases: HardCases | None = None,
         drift: DriftWatch | None = None,
+        semantic: SemanticTrial | None = None,
     ) -> None:
         """`canaries`: None in a front process, which relays calls about them."""
         self.shadows = shadows or {}
         self.canaries = canaries
         self.hard_cases = hard_cases  # None: none are kept
         self.drift = drift  # None: nothing is watched
+        self.semantic = semantic  # None: there is no semantic cache
 
     @classmethod
     def from_config(
@@ -76,7 +79,11 @@ class OnlineLab:
             redactor = Redactor.from_config(recording)
             hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=recording.unnamed)
             services.accounts.shared.listen(hard_cases.follow)
-        return cls(shadows, canaries, hard_cases, drift)
+        semantic = None
+        if services.semantic is not None:
+            semantic = SemanticTrial(store, delta=services.semantic.config.delta)
+            services.semantic.compared = semantic.take
+        return cls(shadows, canaries, hard_cases, drift, semantic)
 
     @property
     def observers(self) -> tuple[AnswerObserver, ...]:
@@ -89,7 +96,8 @@ class OnlineLab:
     def loops(self) -> tuple[Loop, ...]:
         canaries = () if self.canaries is None else (self.canaries.run, self.canaries.copies.run)
         drift = () if self.drift is None else (self.drift.run,)
-        return (*(shadow.copies.run for shadow in self.shadows.values()), *canaries, *drift)
+        semantic = () if self.semantic is None else (self.semantic.run,)
+        return (*(shadow.copies.run for shadow in self.shadows.values()), *canaries, *drift, *semantic)
 
     def route_quality(self) -> list[RouteQuality]:
         """Return the quality of each route that a double-check covers."""

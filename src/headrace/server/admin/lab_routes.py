@@ -37,6 +37,7 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
             "canaries": [canaries.as_json(control) for control in operations.records()],
             "shadows": [shadow.as_json() for shadow in lab.shadows.values()],
             "quality": [each.as_json() for each in lab.route_quality()],
+            "semantic": None if lab.semantic is None else lab.semantic.as_json(_WEEK_DAYS),
             "drift": None if lab.drift is None else lab.drift.as_json(_WEEK_DAYS),
         }
 
@@ -61,10 +62,24 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
         tables.query(call, {})
         return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
 
-    async def drift(call: ApiCall) -> dict[str, Any]:
+    def days_of(call: ApiCall) -> int:
         days = tables.query(call, {"days": int}).get("days", _WEEK_DAYS)
         if not 1 <= days <= 31:
             raise invalid_request("Invalid 'days'. Expected 1 to 31.", "days")
+        return days
+
+    async def semantic(call: ApiCall) -> dict[str, Any]:
+        days = days_of(call)
+        if lab.semantic is None:
+            raise ApiError(
+                "This server has no semantic cache. Set cache.semantic.embedder.",
+                kind="not_found_error",
+                code="no_semantic_cache",
+            )
+        return lab.semantic.as_json(days)
+
+    async def drift(call: ApiCall) -> dict[str, Any]:
+        days = days_of(call)
         if lab.drift is None:
             raise ApiError(
                 "This server does not watch its traffic. Set drift.share to a number above 0.",
@@ -89,5 +104,6 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
         route("GET", "/admin/v1/drift", drift, "Compare the traffic of the last days with the days before."),
+        route("GET", "/admin/v1/cache/trial", semantic, "Show how often the semantic cache would have been wrong."),
         route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
     )

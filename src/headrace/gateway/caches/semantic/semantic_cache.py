@@ -65,6 +65,7 @@ class SemanticLookup(msgspec.Struct):
     decision: ServeDecision | None = None
     invalidations: int = 0  # before the lookup
     settled: bool = False
+    is_trial: bool = False  # the tenant's mode serves nothing: every candidate is compared
 
     @property
     def entry(self) -> SemanticEntry | None:
@@ -75,6 +76,16 @@ class SemanticLookup(msgspec.Struct):
     def check(self) -> bool:
         """True if the served answer must be checked: generate a fresh one in the background and pass it to `check`."""
         return self.outcome == "hit" and self.decision is not None and self.decision.sampled
+
+
+class SemanticComparison(msgspec.Struct, frozen=True):
+    """A fresh answer, compared with the one that the cache had for the question."""
+
+    score: float
+    same: bool | None  # None: unclear
+    would_serve: bool
+    was_served: bool  # a hit that was checked
+    is_trial: bool
 
 
 class SemanticCache:
@@ -94,6 +105,7 @@ class SemanticCache:
     ) -> None:
         self.config = config
         self.tuning = tuning or SemanticTuning()
+        self.compared: Callable[[SemanticComparison], None] | None = None  # is called with every comparison
         self._store = store
         self._counted = counted
         self._encoder = encoder
@@ -191,7 +203,14 @@ class SemanticCache:
             subject, vector, now=now, nearest=config.nearest, floor=config.floor, guarded=config.guards
         )
         recall = SemanticLookup(
-            "miss", tenant, search.reason, subject, vector, search.best, invalidations=self._invalidations.count
+            "miss",
+            tenant,
+            search.reason,
+            subject,
+            vector,
+            search.best,
+            invalidations=self._invalidations.count,
+            is_trial=not access.serves,
         )
         if search.best is None:
             recall.outcome = "refused" if search.reason else "miss"
@@ -282,6 +301,9 @@ class SemanticCache:
         except (TimeoutError, HeadraceError, ApiError, OSError):
             same = None
         self._count("comparisons", "unsure" if same is None else "right" if same else "wrong")
+        if self.compared is not None:
+            decision, was_served = recall.decision, recall.outcome == "hit"
+            self.compared(SemanticComparison(candidate.score, same, decision.serve, was_served, recall.is_trial))
         if same is None:
             return None
         namespace = self._namespaces.get(recall.tenant)

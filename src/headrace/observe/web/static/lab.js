@@ -125,12 +125,30 @@
     ["same text", (row) => percent(row.exact_share)],
   ], lab.quality, "No double-check is configured: a shadow with judge = \"shadow\".");
 
+  const showSemantic = (lab) => {
+    by("semantic-section").hidden = !lab.semantic;
+    if (!lab.semantic) return;
+    const { thresholds, best, learned, checked_hits: checked, advice } = lab.semantic;
+    by("semantic-advice").textContent = advice;
+    const step = Math.ceil(thresholds.length / 12);
+    const rows = thresholds.filter((row, place) => place % step === 0 || row.threshold === best);
+    const named = (row) => (row.threshold === undefined ? row.name : row.threshold.toFixed(2));
+    table(by("semantic"), [
+      ["similarity from", (row) => (row.threshold === best && best !== null ? element("b", "", `${named(row)}, best`) : named(row))],
+      ["share served", (row) => percent(row.share)],
+      ["answers", (row) => number(row.served, 0)],
+      ["wrong", (row) => number(row.wrong, 0)],
+      ["share wrong", (row) => percent(row.wrong_share)],
+      ["at most", (row) => percent(row.wrong_most)],
+    ], [...rows, { ...learned, name: "learned thresholds" }, { ...checked, name: "served, and checked" }].filter((row) => row.served));
+  };
+
   const drifted = (row) => (row.has_drifted ? element("b", "bad", "changed") : "no change shown");
 
   const showDrift = (lab) => {
     by("drift-section").hidden = !lab.drift;
     if (!lab.drift) return;
-    const { mixes, means, quality, requests_before: before, requests_after: after } = lab.drift;
+    const { mixes, means, quality, facts, requests_before: before, requests_after: after } = lab.drift;
     const largest = (row) => row.groups.slice(0, 2).map((each) => `${each.group} ${percent(each.before)} → ${percent(each.after)}`).join(", ");
     table(by("drift"), [
       ["mix", (row) => row.dimension],
@@ -145,7 +163,13 @@
       ["after", (row) => number(row.after, 3)],
       ["error of the change", (row) => (row.error === null ? "–" : `± ${number(row.error, 3)}`)],
       ["", drifted],
-    ], [...means, ...quality.map((each) => ({ ...each, name: `quality of ${each.name}` }))]);
+    ], [...means, ...quality.map((each) => ({ ...each, name: `quality of ${each.name}` })), ...facts.map((each) => ({ ...each, name: `supported facts, ${each.name}` }))]);
+    table(by("facts"), [
+      ["day", (row) => row.day],
+      ["variant", (row) => row.variant],
+      ["answers with facts", (row) => number(row.answers, 0)],
+      ["facts that their sources have", (row) => percent(row.supported)],
+    ], lab.drift.facts_by_day);
   };
 
   const show = (lab) => {
@@ -157,6 +181,7 @@
     announce(lab.canaries);
     showShadows(lab);
     showQuality(lab);
+    showSemantic(lab);
     showDrift(lab);
   };
 
