@@ -217,7 +217,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     began = time.monotonic()
     text = await asyncio.to_thread(render) if long else render()
     rendered = time.monotonic()
-    tokens = await tokens_of(served, text, "messages", whole=True)
+    tokens = await tokens_of(served, text, "messages", chat_of=exchange.caller.tenant)
     timeline = exchange.timeline
     timeline.part("shape", "template", began, rendered)
     timeline.part("shape", "tokenise", rendered, tokens=len(tokens))
@@ -233,20 +233,29 @@ def _as_template_takes(tool: Tool) -> dict[str, Any]:
 
 
 async def tokens_of(
-    served: ServedVariant, text: str | Sequence[int], parameter: str, *, whole: bool = False, answered: bool = True
+    served: ServedVariant,
+    text: str | Sequence[int],
+    parameter: str,
+    *,
+    whole: bool = False,
+    chat_of: str | None = None,
+    answered: bool = True,
 ) -> tuple[int, ...]:
     """A text's tokens, at least one and at most what the context has room for. `whole`: it has its special tokens.
-    Control tokens in a UserText are plain text. `answered`: there must be room for one more token."""
+    `chat_of`: it is a rendered chat, which has them too, of this tenant. Control tokens in a UserText are plain text.
+    `answered`: there must be room for one more token."""
     tokenizer = served.tokenizer
     if isinstance(text, str):
         # The longest tokens, as many as there is room for: no text beyond that fits, whatever it says. (They are looked
         # for when the first long text comes: it takes a while.)
         if len(text) > served.context and len(text) > served.context * tokenizer.longest_piece:
             raise _too_long(served, f"more than {served.context}", parameter, answered=answered)
-        if len(text) > _LONG_TEXT:
-            tokens = tuple(await asyncio.to_thread(tokenizer.encode, text, not whole))
-        else:
-            tokens = tuple(tokenizer.encode(text, not whole))
+        encode = (
+            partial(tokenizer.encode, text, not whole)
+            if chat_of is None
+            else partial(tokenizer.encode_chat, text, chat_of)
+        )
+        tokens = tuple(await asyncio.to_thread(encode) if len(text) > _LONG_TEXT else encode())
     else:
         if len(text) > served.context - answered:
             raise _too_long(served, str(len(text)), parameter, answered=answered)

@@ -17,6 +17,7 @@ from headrace.models.formats.json_file import decode_text, parse_json_object
 from headrace.models.text.bpe_file import is_tokenizers_error, read_bpe
 from headrace.models.text.control_tokens import ControlTokens, encoding_of
 from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
+from headrace.models.text.prompt_pieces import PromptPieces
 from headrace.models.text.token_table import read_pieces
 from headrace.models.text.tokenizer_files import TokenizerFiles, read_folder
 from headrace.models.text.user_text import UserText
@@ -40,6 +41,7 @@ class _Encoder(NamedTuple):
     templates: Mapping[str, ChatTemplate]
     frame: tuple[list[int], list[int]] | None  # tokens around a text; None: those of the tokenizer
     control: ControlTokens
+    pieces: PromptPieces
 
 
 class PairFrame(NamedTuple):
@@ -147,7 +149,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a text. Strings of control tokens in it become control tokens, except in a UserText the user's."""
-        tokenizer, _, frame, control = self._encoder
+        tokenizer, frame, control = self._encoder.tokenizer, self._encoder.frame, self._encoder.control
         own_frame = add_special_tokens and frame is None
         try:
             if isinstance(text, UserText) and (len(text.spans) != 1 or control.may_be_in((text,))):
@@ -163,10 +165,21 @@ class Tokenizer:
             return [*frame[0], *ids, *frame[1]]
         return ids
 
+    def encode_chat(self, text: str, scope: str) -> list[int]:
+        """Tokenise a rendered chat like `encode(text, add_special_tokens=False)`, but its messages only once for each
+        scope, as far as there is room to remember them."""
+        _, _, _, control, pieces = self._encoder
+        if isinstance(text, UserText) and (len(text.spans) != 1 or control.may_be_in((text,))):
+            return self.encode(text, False)
+        try:
+            return pieces.encode(text, scope)
+        except (TypeError, UnicodeEncodeError):  # as in `encode`
+            return self.encode(text, False)
+
     @property
     def frame(self) -> tuple[list[int], list[int]]:
         """The tokens that `encode` puts before and after a text."""
-        tokenizer, _, frame, _ = self._encoder
+        tokenizer, frame = self._encoder.tokenizer, self._encoder.frame
         return _own_frame(tokenizer) if frame is None else frame
 
     @cached_property
@@ -282,7 +295,8 @@ def _read_encoder(files: TokenizerFiles, vocab_size: int) -> _Encoder:
     _mark_special(tokenizer, files.special_tokens)
     templates = _templates(files)
     control = ControlTokens(tokenizer, [(template.source, template.literals) for template in templates.values()])
-    return _Encoder(tokenizer, templates, _frame(files.config, tokenizer, files.special_tokens), control)
+    pieces = PromptPieces(tokenizer, control.ids, lambda text: encoding_of(tokenizer, text).ids)
+    return _Encoder(tokenizer, templates, _frame(files.config, tokenizer, files.special_tokens), control, pieces)
 
 
 def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
