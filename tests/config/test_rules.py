@@ -44,6 +44,19 @@ from tests.support.config_text import mistakes
             "storage.files_bytes = 5\nstorage.file_bytes = 6",
             "storage.files_bytes: expected at least storage.file_bytes (6), found 5",
         ),
+        ("models.a.autoscale = {least = 3, most = 2}", "models.a.autoscale.most: expected at least least (3), found 2"),
+        (
+            "models.a = {replicas = 5, autoscale = {most = 4}}",
+            "models.a.replicas: expected a number from least to most of models.a.autoscale, found 5",
+        ),
+        (
+            "models.a.autoscale.most_price = 3.0",
+            "models.a.autoscale.replica_price: expected the price of a replica, because most_price is set",
+        ),
+        (
+            "models.a.autoscale = {}\nserver.processes = 2",
+            "models.a.autoscale: this needs server.processes = 1",
+        ),
         (
             "models.a.workers = ['http://h:1']",
             "models.a.workers[0]: expected an address such as tls://10.0.0.5:9000",

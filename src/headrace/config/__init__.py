@@ -45,7 +45,7 @@ from headrace.config.value_types import (
     Text,
     Weight,
 )
-from headrace.config.worker_section import WorkersConfig
+from headrace.config.worker_section import AutoscaleConfig, WorkersConfig
 from headrace.errors import HeadraceError
 from headrace.surfaces import SurfaceOptions
 from headrace.variant import DEFAULT_MODEL, Variant
@@ -54,6 +54,7 @@ __all__ = [
     "PLAIN_SECTIONS",
     "AdminConfig",
     "AlertsConfig",
+    "AutoscaleConfig",
     "BudgetConfig",
     "CacheConfig",
     "CacheMode",
@@ -156,6 +157,8 @@ class ModelConfig(Section, frozen=True):
     aliases: tuple[Text, ...] = ()
     # Engine processes on this machine. Default: 1, and none if there are workers
     replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
+    standby: Annotated[int, Meta(ge=0, le=8)] = 0  # further processes that are ready, for when a replica fails
+    autoscale: AutoscaleConfig | None = None  # start and stop replicas by the load
     workers: tuple[Text, ...] = ()  # addresses of `headrace worker` on other hosts, such as tls://10.0.0.5:9000
     # Options of the unnamed variant: weights, kv, threads, context, speculation, ...
     options: Options = msgspec.field(default_factory=dict[str, Any])
@@ -176,6 +179,8 @@ class ModelConfig(Section, frozen=True):
     def local_replicas(self, *, plain: bool = True) -> int:
         """Return how many engine processes of a variant run on this machine. `plain`: it is the one without a name,
         which the workers on other hosts serve too."""
+        if self.autoscale is not None:
+            return self.replicas or max(1, self.autoscale.least)
         return self.replicas or int(not (self.workers and plain))
 
 

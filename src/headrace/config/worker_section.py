@@ -1,4 +1,4 @@
-"""Configuration of workers on other hosts: where they are, and the TLS between them and this server.
+"""Configuration of workers: where those on other hosts are, TLS to them, and how many run on this machine.
 
 Opens no connections and reads no files.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from ipaddress import ip_address
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from headrace.config.value_types import Finding, Section
+from msgspec import Meta
+
+from headrace.config.value_types import Finding, Milliseconds, Seconds, Section, Share
 
 
 class WorkersConfig(Section, frozen=True):
@@ -19,6 +22,36 @@ class WorkersConfig(Section, frozen=True):
     key_file: str = ""  # its private key
     ca_file: str = ""  # the CA that signs the workers' certificates
     name: str = ""  # name in the certificates of all workers; empty: the host in each address
+
+
+class AutoscaleConfig(Section, frozen=True):
+    """How many engine processes of a variant run on this machine, by the load."""
+
+    least: Annotated[int, Meta(ge=0, le=64)] = 1  # 0: the last one stops after `idle_stop_s`
+    most: Annotated[int, Meta(ge=1, le=64)] = 2
+    ttft_ms: Milliseconds = 1000.0  # predicted time to the first token above which a replica is added
+    calm: Share = 0.4  # share of ttft_ms that one replica less would have to keep before one is stopped
+    up_s: Seconds = 2.0  # seconds that the prediction must be above ttft_ms
+    down_s: Seconds = 60.0  # seconds that it must be calm
+    idle_stop_s: Seconds = 300.0  # seconds without a request before the last replica stops
+    replica_price: Annotated[float, Meta(ge=0)] = 0.0  # of one replica for an hour, in any currency
+    most_price: Annotated[float, Meta(gt=0)] | None = None  # of all replicas for an hour; default: no ceiling
+
+
+def check_autoscale(
+    config: AutoscaleConfig | None, replicas: int | None, processes: int, where: str
+) -> Iterator[Finding]:
+    if config is None:
+        return
+    here = f"{where}.autoscale"
+    if config.most < config.least:
+        yield f"{here}.most", f"expected at least least ({config.least}), found {config.most}"
+    if replicas is not None and not config.least <= replicas <= config.most:
+        yield f"{where}.replicas", f"expected a number from least to most of {here}, found {replicas}"
+    if config.most_price is not None and config.replica_price <= 0:
+        yield f"{here}.replica_price", "expected the price of a replica, because most_price is set"
+    if processes > 1:
+        yield here, "this needs server.processes = 1"
 
 
 def check_worker_addresses(addresses: Sequence[str], tls: WorkersConfig, where: str) -> Iterator[Finding]:

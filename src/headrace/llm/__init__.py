@@ -7,6 +7,7 @@ token ids and chats and return whole results; `stream` returns outputs as they c
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import weakref
@@ -294,6 +295,8 @@ class AsyncLLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         replicas: int = 1,
+        standby: int = 0,  # further workers that are ready, for when a replica fails
+        most_replicas: int | None = None,  # that `scale` may start; they share the machine's cores
         workers: Sequence[str] = (),  # on other hosts, such as tls://10.0.0.5:9000
         tls: WorkerTls | None = None,  # between this process and them
         fingerprint: str = "",  # of the model's files, which every worker must have
@@ -306,14 +309,15 @@ class AsyncLLM:
     ) -> None:
         if replicas < (0 if workers else 1):
             raise RequestError(f"'replicas' must be at least 1, not {replicas}.", parameter="replicas")
-        if options.get("threads") is None and replicas > 1:
-            options["threads"] = max(1, usable_cores() // replicas)
+        sharing = max(replicas, most_replicas or 0)
+        if options.get("threads") is None and sharing > 1:
+            options["threads"] = max(1, usable_cores() // sharing)
         folder = open_model(find_model(str(model)))
         self.variant = Variant.of(str(folder.path), **options)
         self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
         self._width = folder.spec.vector_size
-        config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds, fingerprint=fingerprint)
-        self.supervisor = Supervisor([config] * replicas, watch=watch, progress=progress)
+        self._config = config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds, fingerprint=fingerprint)
+        self.supervisor = Supervisor([config] * (replicas + standby), watch=watch, progress=progress)
         if early:
             self.supervisor.begin()
         try:
@@ -327,8 +331,10 @@ class AsyncLLM:
         except BaseException:
             self.abandon()
             raise
-        addresses = (*self.supervisor.paths, *workers)
-        self.client = EngineClient(addresses, tls=tls, fingerprint=fingerprint, waits=waits)
+        paths = self.supervisor.paths
+        addresses = (*paths[:replicas], *workers, *paths[replicas:])
+        self.client = EngineClient(addresses, standby=standby, tls=tls, fingerprint=fingerprint, waits=waits)
+        self._active = list(paths[:replicas])  # sockets of the replicas of this machine, without standby
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -343,6 +349,34 @@ class AsyncLLM:
         self.client.start()
         if self.supervisor.paths:
             await self.client.ready(_CONNECT)
+
+    @property
+    def active_replicas(self) -> int:
+        """How many replicas of this machine take requests, or will when they have started."""
+        return len(self._active)
+
+    async def scale(self, replicas: int) -> None:
+        """Start or stop workers of this machine. Returns when new ones take requests, and when those that stop have
+        finished theirs. HeadraceError if one does not start."""
+        self.client.parked = self.client.parked or replicas == 0
+        leaving, self._active = self._active[replicas:], self._active[:replicas]
+        for path in leaving:
+            self.client.retire_replica(path)
+        starting = [self._add() for _ in range(replicas - len(self._active))]
+        failures = await asyncio.gather(*starting, *map(self._remove, leaving), return_exceptions=True)
+        for failure in failures:
+            if isinstance(failure, BaseException):
+                raise failure
+
+    async def _add(self) -> None:
+        path = await self.supervisor.add(self._config)
+        self._active.append(path)
+        self.client.parked = False
+        self.client.add_replica(path)
+
+    async def _remove(self, path: Path) -> None:
+        await self.supervisor.remove(path)
+        await self.client.remove_replica(path)
 
     def abandon(self) -> None:
         """Stop the workers of an object that was never started, in place of `close`."""

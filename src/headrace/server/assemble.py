@@ -35,6 +35,7 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
+from headrace.gateway.serving.autoscaler import Autoscaler
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
@@ -93,6 +94,8 @@ def assemble(
     if shared is None:
         keeper = _keeper(config, observer, database)
         observer.remember = keeper.feedback.note
+    scales = shared is None and any(model.autoscale is not None for model in config.models.values())
+    autoscaling = (Autoscaler.from_config(config, fleet).run,) if scales else ()
     services = Services(
         fleet=fleet,
         accounts=accounts,
@@ -114,7 +117,7 @@ def assemble(
         capacity=CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s),
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
-        loops=(recorder.run,),
+        loops=(recorder.run, *autoscaling),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,

@@ -29,7 +29,7 @@ from headrace.config.pin_section import check_pins
 from headrace.config.toml_text import HIDDEN, key_path, quoted
 from headrace.config.upstream_section import check_upstream
 from headrace.config.value_types import Finding
-from headrace.config.worker_section import check_worker_addresses
+from headrace.config.worker_section import check_autoscale, check_worker_addresses
 from headrace.engine.interface.variant_check import check_variant
 from headrace.errors import RequestError
 from headrace.gateway.accounts import account_rules as accounts
@@ -255,6 +255,7 @@ def _models(config: Config) -> Iterator[Finding]:
             else:
                 taken[alias] = f"an alias of {quoted(name)}"
         yield from _surface(model.surface, f"{where}.surface")
+        yield from check_autoscale(model.autoscale, model.replicas, config.server.processes, where)
         yield from check_worker_addresses(model.workers, config.workers, where)
         if model.workers and model.upstream is not None:
             yield f"{where}.workers", "expected no workers: an upstream serves this model"

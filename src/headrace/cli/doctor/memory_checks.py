@@ -46,7 +46,7 @@ def configured_memory(config: Config) -> ConfiguredMemory:
         for full, variant in variants.items():
             try:
                 for each in _with_draft(variant):
-                    _add(result, each, model.local_replicas(plain=full == name), shared)
+                    _add(result, each, model.local_replicas(plain=full == name) + model.standby, shared)
                 result.variants += 1
             except (HeadraceError, OSError):
                 result.unknown.append(full)

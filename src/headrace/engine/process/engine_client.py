@@ -84,6 +84,8 @@ class EngineClient:
         self._replica_numbers = itertools.count()
         self._replicas: list[Replica] = []
         self._running = False
+        self.parked = False  # replicas are started when a request comes; until then there may be none
+        self.starved = asyncio.Event()  # a request waits because there is no replica
         for place, address in enumerate(addresses):
             self.add_replica(address, standby=place >= len(addresses) - standby)
         self._name = secrets.token_hex(6)
@@ -145,6 +147,11 @@ class EngineClient:
         """Return the replicas as operators see them."""
         return [replica.state(is_responsive=self._is_responsive(replica)) for replica in self._replicas]
 
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
     def drain_replica(self, address: str) -> bool:
         """Ask one worker to finish its requests, take no new ones, and exit. Return False if it is not connected."""
         found = False
@@ -192,7 +199,7 @@ class EngineClient:
     @property
     def responsive(self) -> bool:
         """True if a replica can take requests now: it is connected and answers pings."""
-        return any(self._is_responsive(replica) for replica in self._replicas)
+        return self.parked or any(self._is_responsive(replica) for replica in self._replicas)
 
     def _is_responsive(self, replica: Replica) -> bool:
         # Counted in pings: if this process was held up itself, it suspects no worker.
@@ -356,6 +363,7 @@ class EngineClient:
                 self._fail(submission, wrong)
                 return
             self._waiting.append(submission)
+            self.starved.set()
             self._later(max(0.0, submission.give_up - time.monotonic()), self._fail_overdue)
             return
         request = submission.stream.request

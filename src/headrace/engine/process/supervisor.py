@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shutil
 import signal
@@ -58,11 +59,12 @@ class _Worker(msgspec.Struct, eq=False):
     task: asyncio.Task[None] | None = None
     log: asyncio.Task[None] | None = None  # relays what the present process logs
     restarts: int = 0
+    stopping: bool = False
     served: bool = False  # the present process has completed a step
 
 
 class Supervisor:
-    """Runs one worker process for each configuration. Belongs to one event loop."""
+    """Runs one worker process for each configuration, and further ones on demand. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -80,10 +82,12 @@ class Supervisor:
         self._progress = progress
         self._watch = watch or SupervisorTimeouts()
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700: only this user may connect
-        self._workers = [
-            _Worker(config, self._folder / f"worker-{number}.socket") for number, config in enumerate(configs)
-        ]
+        self._numbers = itertools.count()
+        self._workers = [self._new(config) for config in configs]
         self._stopping = False
+
+    def _new(self, config: WorkerConfig) -> _Worker:
+        return _Worker(config, self._folder / f"worker-{next(self._numbers)}.socket")
 
     @property
     def paths(self) -> list[Path]:
@@ -130,6 +134,28 @@ class Supervisor:
             await self.stop(drain=False)
             raise
 
+    async def add(self, config: WorkerConfig) -> Path:
+        """Start one more worker, and return its socket when it can take requests. Raise the error of its start."""
+        worker = self._new(config)
+        worker.started = asyncio.get_running_loop().create_future()
+        self._workers.append(worker)
+        worker.task = asyncio.create_task(self._keep(worker))
+        try:
+            await worker.started
+        except BaseException:
+            await self.remove(worker.socket, drain=False)
+            raise
+        return worker.socket
+
+    async def remove(self, path: Path, *, drain: bool = True) -> None:
+        """Stop one worker and forget it. With `drain` it finishes its requests."""
+        for worker in [worker for worker in self._workers if worker.socket == path]:
+            worker.stopping = True
+            try:
+                await self._end(worker, drain=drain)
+            finally:
+                self._workers.remove(worker)
+
     async def stop(self, *, drain: bool = True) -> None:
         """Stop all workers. With `drain` they finish their requests; without it they are killed."""
         self._stopping = True
@@ -159,7 +185,7 @@ class Supervisor:
     async def _keep(self, worker: _Worker) -> None:
         """Run one worker, process after process. Pauses grow with processes in a row that ended without serving."""
         failures = 0
-        while not self._stopping:
+        while not (self._stopping or worker.stopping):
             began = time.monotonic()
             worker.served = False
             try:
@@ -173,7 +199,7 @@ class Supervisor:
                 if worker.started is not None and not worker.started.done():
                     worker.started.set_result(report)
                 reason = await self._until_gone(worker)
-                if self._stopping:
+                if self._stopping or worker.stopping:
                     return
                 if not self._restart_drained and worker.process is not None and worker.process.returncode == 0:
                     self.drained.set()

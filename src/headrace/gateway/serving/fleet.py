@@ -6,13 +6,14 @@ Does not start or supervise processes (engine) or hold connections (upstreams).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
@@ -201,6 +202,12 @@ class _NoTokenizer(Tokenizer):
         raise no_tokens(self._name)
 
 
+class VariantScale(NamedTuple):
+    replicas: int  # of this machine, that run or start
+    ready: int
+    requests: int  # that have not ended
+
+
 class Fleet:
     """All variants of a configuration. All of it belongs to one event loop."""
 
@@ -342,6 +349,41 @@ class Fleet:
         client = self.served[name].engine
         return isinstance(client, EngineClient) and client.drain_replica(address)
 
+    def scalable(self, name: str) -> list[str]:
+        """Return the full names of a model's variants whose engines this process runs."""
+        own = [full for full, each in self._runs.items() if isinstance(each, AsyncLLM)]
+        return [full for full in own if full.partition("@")[0] == name]
+
+    def scale_of(self, name: str) -> VariantScale:
+        engine = self._own(name)
+        ready = sum(replica.state in ("ready", "silent") for replica in engine.client.replicas())
+        return VariantScale(engine.active_replicas, ready, engine.client.running)
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Start or stop replicas of a variant. Returns when new ones take requests; those that stop finish theirs
+        meanwhile. HeadraceError if one does not start."""
+        async with self._reloading:
+            engine = self._own(name)
+            if replicas >= engine.active_replicas:
+                await engine.scale(replicas)
+                return
+            task = asyncio.create_task(engine.scale(replicas))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def until_starved(self, name: str, timeout: float) -> None:
+        """Return when a request waits because the variant has no replica, or after `timeout` seconds."""
+        client = self._own(name).client
+        client.starved.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await client.starved.wait()
+
+    def _own(self, name: str) -> AsyncLLM:
+        engine = self._runs[name]
+        assert isinstance(engine, AsyncLLM), name
+        return engine
+
     def find(self, name: str, profile: str = "standard") -> ServedVariant:
         """Find a variant by a model's name, an alias or MODEL@VARIANT; an empty name is the default model. A profile
         other than `standard` selects the variant of that name; a model without a fast variant serves `fast` itself."""
@@ -388,6 +430,8 @@ def _engine(
     return AsyncLLM(
         path,
         replicas=model.local_replicas(plain=plain),
+        standby=model.standby,
+        most_replicas=None if model.autoscale is None else model.autoscale.most,
         workers=workers,
         tls=_tls(config),
         fingerprint=fingerprint.of_model(open_model(find_model(path)), variant) if workers else "",
@@ -443,6 +487,7 @@ class _AttachedEngine:
             addresses,
             tls=_tls(config),
             fingerprint=fingerprint.of_model(folder, variant) if remote else "",
+            standby=model.standby,
             waits=_waits(config.server),
         )
 
