@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from headrace.adapt.attention import attend
 from training.shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape
-
-PLAIN_ATTENTION = 768  # tokens; the longest rows whose attention is computed without torch's fused kernel on a CPU
 
 
 class Attention(nn.Module):
@@ -126,25 +125,3 @@ def turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate [rows, heads, length, head size], pairing the two halves of a head."""
     first, second = heads.chunk(2, dim=-1)
     return (heads * cosine + torch.cat((-second, first), dim=-1) * sine).to(heads.dtype)
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of [rows, heads, length, size] on keys and values of fewer heads.
-
-    Rows are padded at their end, where a causal mask already hides what is no text.
-    """
-    rows, heads, length, size = queries.shape
-    kv_heads = keys.shape[1]
-    shared = heads // kv_heads
-    if queries.is_cuda or length > PLAIN_ATTENTION:
-        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-    # On a CPU the backward of torch's fused attention is slow for short rows: three plain steps take a quarter off the
-    # whole training step. The query heads that share a KV head are the rows of one product.
-    places = torch.arange(length)
-    later = (places > places[:, None]).repeat(shared, 1)
-    queries = (queries * size**-0.5).reshape(rows * kv_heads, shared * length, size)
-    scores = torch.bmm(queries, keys.reshape(rows * kv_heads, length, size).transpose(1, 2))
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32).to(values.dtype)
-    mixed = torch.bmm(weights, values.reshape(rows * kv_heads, length, size))
-    return mixed.view(rows, heads, length, size)

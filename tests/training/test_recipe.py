@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from headrace.adapt.attention import PLAIN_ATTENTION
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy, logits
 from headrace.models.model_folder import open_model
@@ -25,7 +26,7 @@ from training.card import begin, end, filled
 from training.corpus import arithmetic, facts
 from training.corpus.conversation import CALL_BEGIN, Turn
 from training.corpus.rephrasing import SYNONYMS, with_synonyms
-from training.decoder import PLAIN_ATTENTION, Decoder
+from training.decoder import Decoder
 from training.distil import Teacher
 from training.files import MODEL_FILES, copy_model, digest, read_model, write_model
 from training.optimiser import Kind, Optimiser, orthogonal, share_of_rate

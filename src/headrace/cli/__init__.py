@@ -24,6 +24,7 @@ WRONG_USAGE = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 COMMANDS = {
+    "adapt": "Train an adapter for a model, or the model itself, on your own examples.",
     "admin": "Manage tenants, keys, fast mode, caches and usage of a running server.",
     "advise": "Look at a running server's figures and say what to change.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",

@@ -44,10 +44,7 @@ def write_folder(
     for name in untouched_names(folder):
         tensors.setdefault(name, _copied(folder, name))
     write_safetensors(out / SINGLE_FILE, dict(sorted(tensors.items())), {"format": "pt"})
-    for path in sorted(folder.path.iterdir()):
-        name = path.name
-        if path.is_file() and not name.endswith(_SKIPPED) and name not in (INDEX_FILE, CARD, "config.json"):
-            shutil.copyfile(path, out / name)
+    copy_other_files(folder.path, out)
     config = dict(read_json(folder.path / "config.json", limit=_CONFIG_LIMIT))
     nested = config.get("text_config")
     if isinstance(nested, dict):
@@ -56,6 +53,14 @@ def write_folder(
     config["quantization_config"] = make(folder, recipe, written)
     with new_file(out / "config.json") as file:
         file.write(json.dumps(config, indent=2).encode() + b"\n")
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy the files of a model folder that are neither weights nor its config nor its card."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if path.is_file() and not name.endswith(_SKIPPED) and name not in (INDEX_FILE, CARD, "config.json"):
+            shutil.copyfile(path, target / name)
 
 
 def _stored(file: SafetensorsFile, name: str) -> Pieces:

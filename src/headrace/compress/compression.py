@@ -137,7 +137,7 @@ def compress_model(
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
     tokens = Tokens.join(sequences)
     work_path = out.with_name(out.name + SUFFIX)
-    job = Job(_identity(folder), recipe, hashlib.sha256(tokens.ids.tobytes()).hexdigest(), format)
+    job = Job(model_digest(folder), recipe, hashlib.sha256(tokens.ids.tobytes()).hexdigest(), format)
     work = WorkFolder.open(work_path, job, restart=restart)
     resumed = work.layers
     count = len(folder.spec.layers)
@@ -251,7 +251,7 @@ def _reports(compressed: CompressedLayer, index: int) -> list[ProductReport]:
     ]
 
 
-def _identity(folder: ModelFolder) -> str:
+def model_digest(folder: ModelFolder) -> str:
     """Return a digest of what the weight files are, without reading them."""
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.weights.files]
     return hashlib.sha256(msgspec.json.encode((facts, folder.spec))).hexdigest()

@@ -207,7 +207,7 @@ class LayerPass:
             q = normalise(q, self.tensors["attn.q_norm"], None, spec, "rms")
             k = normalise(k, self.tensors["attn.k_norm"], None, spec, "rms")
         if self.layer.rope is not None:
-            tables = _rope_tables(spec.ropes[self.layer.rope], spec.rope_variant(tokens), tokens)
+            tables = rope_tables(spec.ropes[self.layer.rope], spec.rope_variant(tokens), tokens)
             q, k = _rotate(q, *tables), _rotate(k, *tables)
         mask = _mask(tokens, self.layer.window)
         group = spec.heads // spec.kv_heads
@@ -254,7 +254,8 @@ def _softmax(scores: F32) -> F32:
 
 
 @lru_cache(maxsize=8)
-def _rope_tables(rope: RopeSpec, variant: int, tokens: int) -> tuple[F32, F32]:
+def rope_tables(rope: RopeSpec, variant: int, tokens: int) -> tuple[F32, F32]:
+    """Return cosines and sines [tokens, 1, pairs] of the positions from 0 on."""
     long = variant == 1 and rope.long_inv_freq is not None
     table = np.array(rope.long_inv_freq if long else rope.inv_freq, dtype=np.float32)
     # The angle is rounded to f32 first, as every reference implementation does.

@@ -85,6 +85,10 @@ class ConfigJson:
                 found += self.sub(key).unread()
         return found
 
+    def values(self) -> dict[str, object]:
+        """Return a copy of the keys and values."""
+        return dict(self._values)
+
     @property
     def folder(self) -> Path:
         return self.path.parent

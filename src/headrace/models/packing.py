@@ -108,7 +108,11 @@ def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
 def _precision(name: str, plan: WeightPlan, spec: ModelSpec, inputs: int) -> Precision:
     if is_kept_exact(name):
         return Precision("f32")
-    precision = plan.precision(name, tied=spec.tied)
+    return _fitting(plan.precision(name, tied=spec.tied), inputs)
+
+
+def _fitting(precision: Precision, inputs: int) -> Precision:
+    """Return a precision without rotation where the rows cannot be rotated."""
     fits = inputs % _core.ROTATION_UNIT == 0
     return precision if fits or not precision.rotated else msgspec.structs.replace(precision, rotated=False)
 
@@ -179,6 +183,27 @@ def _pieces(
             yield _packed(name, tensor, precision, pool)
         else:
             yield _vector(name, tensor, folder.spec)
+
+
+def pack_matrix(weights: NDArray[np.float32], precision: Precision, pool: _core.Pool) -> _core.Packed:
+    """Round and pack one matrix as loading does. What it unpacks to is what the engine computes with."""
+    source = np.ascontiguousarray(weights, dtype=np.float32)
+    outputs, inputs = source.shape
+    precision = _fitting(precision, inputs)
+    out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
+    gain = _core.pack(
+        source, "f32", precision.format, precision.group, out, pool, precision.multiples, precision.rotated
+    )
+    return _core.Packed(
+        precision.format,
+        outputs,
+        inputs,
+        precision.group,
+        gain,
+        out,
+        multiples=precision.multiples,
+        rotated=precision.rotated,
+    )
 
 
 def _source_name(folder: ModelFolder, name: str) -> str:

@@ -151,6 +151,11 @@ def read_spec(file: GgufFile) -> ModelSpec:
     return check_size(spec, config)
 
 
+def read_config(file: GgufFile) -> dict[str, object]:
+    """Return what the metadata says of the model, under the names that config.json has."""
+    return _config(file, architecture_of(file)).values()
+
+
 def tensor_sources(file: GgufFile, spec: ModelSpec) -> TensorSources:
     """Map the spec's tensors to those of the file. Raise ModelError for a tensor of the file that has no place."""
     names = _FUSED_NAMES if architecture_of(file).fused else _NAMES

@@ -1,0 +1,374 @@
+"""`headrace adapt`: train an adapter or a model on your own examples, and measure it against its base.
+
+Maps flags to a recipe, reads the examples, shows progress, and runs the gate at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from headrace.adapt.modules import parse_targets
+from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, require_torch
+from headrace.adapt.training_rows import TrainingRow, hold_out
+from headrace.bench.evaluation.evaluation import EvaluationProgress
+from headrace.cli.adapt_card import score_table, write_card
+from headrace.cli.adapt_examples import (
+    answered_by,
+    has_answer,
+    read_answered_traffic,
+    read_examples,
+    rows_of,
+    text_rows,
+)
+from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.lab.replay import api_key
+from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.errors import RequestError
+from headrace.lab.answering.model_server import AnswererSpec, parse_spec
+from headrace.lab.cases.case import Case
+from headrace.lab.gate.task_scores import VariantScores, ask_all, compare_scores, score_answers
+from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.variant import Variant
+
+_HELD_OUT: Final = 0.1  # share of the examples
+_MOST_LENGTH: Final = 1024
+_TEXT: Final = (".txt", ".md")
+
+Distil = Literal["auto", "answers", "logits", "both"]
+
+
+def adapt(
+    model: str,
+    /,
+    *,
+    data: Path | None = None,
+    out: Path,
+    held_out: Path | None = None,
+    plain: Annotated[bool, Parameter(negative=())] = False,
+    full: Annotated[bool, Parameter(negative=())] = False,
+    merge: Path | None = None,
+    rank: int = 16,
+    alpha: float | None = None,
+    targets: str = "all",
+    base: BaseFormat = "f32",
+    qat: RoundedFormat = "none",
+    epochs: int = 3,
+    batch: int = 16,
+    rate: float | None = None,
+    decay: float = 0.0,
+    max_length: int | None = None,
+    patience: int = 2,
+    seed: int = 0,
+    distil_from: str | None = None,
+    distil: Distil = "auto",
+    teacher_share: float = 0.5,
+    key_env: str | None = None,
+    gate: bool = True,
+    gate_prompts: int = 100,
+    restart: Annotated[bool, Parameter(negative=())] = False,
+    threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
+) -> None:
+    """Train an adapter for a model, or the model itself, on your own examples.
+
+    Usage: headrace adapt mini --data examples.jsonl --out my-adapter
+
+    Needs PyTorch: pip install 'headrace[train]'. Writes a LoRA adapter in PEFT's layout, or a model folder with --full,
+    with the recipe and the measured loss in its README. A command that was killed continues where it was when you
+    repeat it. At the end, base and result answer held-out prompts; the exit code is 1 if the result is worse.
+
+    Parameters
+    ----------
+    model
+        Model folder, GGUF file, bundled model (mini, draft) or hub id (owner/name).
+    data
+        JSONL file. Each line has `messages` that end with the assistant's answer, or `prompt` and `completion`. A text
+        file (.txt, .md) is learnt as a whole.
+    out
+        Folder to write. It must not exist.
+    held_out
+        File like `data` to evaluate on. Default: a tenth of the examples, which is not trained on.
+    plain
+        Continue prompts as plain text, without the chat template.
+    full
+        Train all weights and write a model folder, not an adapter.
+    merge
+        Also write the model with the adapter merged into this folder.
+    rank
+        Rank of the adapter.
+    alpha
+        The adapter's product is scaled by alpha / rank. Default: twice the rank.
+    targets
+        Modules that get an adapter: all, attention, mlp, or names separated by commas, such as q_proj,v_proj.
+    base
+        Precision of the frozen weights: f32, or int8 or int4 (QLoRA), which takes less memory.
+    qat
+        Round the weights to int8 or int4 in every step, as the engine does when it serves them (quantisation-aware
+        training). Needs --full or --merge.
+    epochs
+        Passes over the examples, at most.
+    batch
+        Examples of one step.
+    rate
+        Peak learning rate. Default: 0.001; 0.0001 with --full.
+    decay
+        Weight decay.
+    max_length
+        Leave out examples with more tokens. Default: 1024, or the model's context if that is shorter.
+    patience
+        Stop after so many evaluations without a lower held-out loss; 0 never stops early. There are two evaluations in
+        each epoch.
+    seed
+        Seed of the order of examples and of the adapter's first weights.
+    distil_from
+        Teacher: a model, a server (URL, or URL#MODEL), or a recording (JSONL), whose answers are learnt.
+    distil
+        What is learnt from a teacher: its `answers`, its `logits` (predictions for the examples' own answers, of a
+        model with the same tokenizer), or `both`. Default: logits where that is possible, else answers.
+    teacher_share
+        Share of the loss that comes from the teacher's predictions; the rest comes from the answers.
+    key_env
+        Environment variable with the API key of the teacher's server.
+    gate
+        Ask the base and the result at the end, and compare them with the good answers.
+    gate_prompts
+        Held-out prompts to ask, at most.
+    restart
+        Begin again, though OUT.partial has a checkpoint.
+    threads
+        Threads. Default: the machine's cores. Equal numbers of threads give equal results.
+    """
+    require_torch()
+    folder = open_model(find_model(model))
+    recipe = AdaptRecipe(
+        full=full,
+        rank=rank,
+        alpha=2.0 * rank if alpha is None else alpha,
+        targets=parse_targets(folder, targets),
+        base=base,
+        rounded=qat,
+        rate=(1e-4 if full else 1e-3) if rate is None else rate,
+        decay=decay,
+        epochs=epochs,
+        batch=batch,
+        patience=patience,
+        seed=seed,
+    )
+    recipe.check()
+    if full and merge is not None:
+        raise RequestError("--full writes a model already. Remove --merge.", parameter="merge")
+    if qat != "none" and not full and merge is None:
+        raise RequestError("--qat is for weights that are served as a whole. Add --merge or --full.", parameter="qat")
+    for path in (out, merge):
+        if path is not None and path.exists():
+            raise RequestError(f"{path} exists. Choose another name, or remove it first.", parameter="out")
+    most = min(_MOST_LENGTH, folder.spec.context) if max_length is None else max_length
+    if not 2 <= most <= folder.spec.context:
+        raise RequestError(
+            f"'max_length' must be 2 to {folder.spec.context}, the model's context, not {most}.", parameter="max-length"
+        )
+    cores = threads or usable_cores()
+    teacher = _Teacher.of(distil_from, distil, folder, key_env, cores)
+    examples = _Examples.read(folder, data, held_out, teacher, most, plain=plain, seed=seed)
+    if teacher is not None and teacher.folder is not None:
+        recipe = _with_share(recipe, teacher_share)
+
+    from headrace.adapt.adaptation import adapt_model  # imports torch
+    from headrace.adapt.training import TrainingProgress
+
+    with EvaluationBar() as bar:
+
+        def watch(state: TrainingProgress) -> None:
+            held = "" if state.held_out_loss is None else f", held out {state.held_out_loss:.4f}"
+            bar.show(EvaluationProgress(f"loss {state.loss:.4f}{held}", state.step, state.steps))
+
+        adapted = adapt_model(
+            folder,
+            examples.rows,
+            examples.held_out,
+            recipe,
+            out,
+            base=model,
+            teacher=None if teacher is None else teacher.folder,
+            merge=merge is not None or (gate and bool(examples.cases)),
+            threads=cores,
+            restart=restart,
+            watch=watch,
+        )
+    if adapted.resumed:
+        print(f"Continued after step {adapted.resumed}.", file=sys.stderr)
+    scores: list[VariantScores] = []
+    if gate and examples.cases and adapted.model is not None:
+        weights = qat if qat != "none" else base if base != "f32" else "auto"
+        specs = [
+            _local(model, folder.path, weights, cores),
+            _local(out.name, adapted.model, qat if qat != "none" else "auto", cores),
+        ]
+        scores = _measure(examples.cases[:gate_prompts], specs)
+    write_card(adapted, folder, recipe, examples.describe(), "" if teacher is None else teacher.name, scores)
+    adapted.publish(out, merge)
+    state = adapted.state
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console.print(
+        f"{out}: {recipe.describe()}, {adapted.trained:,} weights trained. Held-out loss "
+        f"{state.evaluations[0].held_out_loss:.4f} before, {state.best_loss:.4f} after {state.best_step} of "
+        f"{state.step} steps.",
+        soft_wrap=True,
+    )
+    if not scores:
+        return
+    console.print(score_table(scores))
+    verdict = compare_scores(scores[1], scores[0])
+    console.print(f"Correct answers against the base: {verdict}.")
+    if verdict == "worse":
+        sys.exit(1)
+
+
+class _Teacher:
+    """Where answers or predictions come from."""
+
+    def __init__(
+        self, name: str, *, answers: AnswererSpec | None, folder: ModelFolder | None, recording: Path | None, key: str
+    ) -> None:
+        self.name = name
+        self.answers = answers  # None: it answers nothing
+        self.folder = folder  # None: its predictions are not learnt
+        self.recording = recording
+        self.key = key
+
+    @classmethod
+    def of(
+        cls, text: str | None, distil: Distil, student: ModelFolder, key_env: str | None, threads: int
+    ) -> _Teacher | None:
+        if text is None:
+            return None
+        if Path(text).suffix == ".jsonl":
+            if not Path(text).is_file():
+                raise RequestError(f"There is no file {text}.", parameter="distil-from")
+            if distil not in ("auto", "answers"):
+                raise RequestError("A recording has answers only. Remove --distil.", parameter="distil")
+            return cls(
+                f"recorded answers of {Path(text).name}", answers=None, folder=None, recording=Path(text), key=""
+            )
+        spec = parse_spec(text, parameter="distil-from", options={"threads": threads})
+        folder = None
+        if spec.is_local and distil != "answers":
+            folder = open_model(find_model(text.rpartition("@")[0] if "@" in Path(text).name else text))
+            differs = folder.tokenizer.difference(student.tokenizer)
+            if differs is not None and distil != "auto":
+                raise RequestError(
+                    f"The teacher's predictions cannot be learnt, because its tokenizer differs: {differs}. Pass "
+                    "--distil answers.",
+                    parameter="distil",
+                )
+            folder = folder if differs is None else None
+        elif distil in ("logits", "both"):
+            raise RequestError("A server gives answers only. Pass --distil answers.", parameter="distil")
+        answers = None if folder is not None and distil != "both" else spec
+        return cls(text, answers=answers, folder=folder, recording=None, key=api_key(key_env))
+
+
+class _Examples:
+    """Rows to train and to evaluate on, and the held-out prompts with good answers."""
+
+    def __init__(self, rows: Sequence[TrainingRow], held_out: Sequence[TrainingRow], cases: Sequence[Case]) -> None:
+        self.rows = rows
+        self.held_out = held_out
+        self.cases = cases  # empty: the data is a text
+
+    def describe(self) -> str:
+        return f"{len(self.rows):,} to train on, {len(self.held_out):,} held out"
+
+    @classmethod
+    def read(
+        cls,
+        folder: ModelFolder,
+        data: Path | None,
+        held_out: Path | None,
+        teacher: _Teacher | None,
+        most: int,
+        *,
+        plain: bool,
+        seed: int,
+    ) -> _Examples:
+        if data is not None and not data.is_file():
+            raise RequestError(f"There is no file {data}.", parameter="data")
+        if data is not None and data.suffix in _TEXT:
+            rows = text_rows(data, folder.tokenizer, most)
+            own = None if held_out is None else text_rows(held_out, folder.tokenizer, most)
+            return cls._split(rows, [], own, [], seed)
+        cases = [] if data is None else read_examples(data, plain=plain)
+        if teacher is not None and teacher.recording is not None:
+            cases = [*cases, *read_answered_traffic(teacher.recording)]
+        if not cases:
+            raise RequestError("Pass your examples: --data FILE.", parameter="data")
+        if teacher is not None and teacher.answers is not None:
+            cases = _taught(cases, teacher.answers, teacher.key)
+        unanswered = next((case for case in cases if not has_answer(case)), None)
+        if unanswered is not None:
+            raise RequestError(
+                f"{data}, {unanswered.id}: the example has no answer. Add 'completion' or an assistant's message, or "
+                "pass --distil-from MODEL --distil answers.",
+                parameter="data",
+            )
+        rows, kept = rows_of(cases, folder.tokenizer, most)
+        if len(rows) < len(cases):
+            print(f"Left out {len(cases) - len(rows):,} examples of more than {most} tokens.", file=sys.stderr)
+        if held_out is None:
+            return cls._split(rows, kept, None, [], seed)
+        own_rows, own_cases = rows_of(read_examples(held_out, plain=plain), folder.tokenizer, most)
+        return cls._split(rows, kept, own_rows, own_cases, seed)
+
+    @classmethod
+    def _split(
+        cls,
+        rows: Sequence[TrainingRow],
+        cases: Sequence[Case],
+        own: Sequence[TrainingRow] | None,
+        own_cases: Sequence[Case],
+        seed: int,
+    ) -> _Examples:
+        if own is not None:
+            return cls(rows, own, own_cases)
+        if len(rows) < 2:
+            raise RequestError("Training needs at least two examples: one is held out.", parameter="data")
+        train, held = hold_out(len(rows), _HELD_OUT, seed)
+        return cls([rows[at] for at in train], [rows[at] for at in held], [cases[at] for at in held] if cases else [])
+
+
+def _taught(cases: Sequence[Case], teacher: AnswererSpec, key: str) -> list[Case]:
+    with EvaluationBar() as bar:
+
+        def watch(done: int, total: int) -> None:
+            bar.show(EvaluationProgress("teacher's answers", done, total))
+
+        return answered_by(cases, teacher, key=key, watch=watch)
+
+
+def _measure(cases: Sequence[Case], specs: Sequence[AnswererSpec]) -> list[VariantScores]:
+    with EvaluationBar() as bar:
+
+        def watch(done: int, total: int) -> None:
+            bar.show(EvaluationProgress("answers of held-out prompts", done, total))
+
+        answers = asyncio.run(ask_all(cases, specs, watch=watch))
+    return [score_answers(spec.name, cases, found) for spec, found in zip(specs, answers, strict=True)]
+
+
+def _local(name: str, path: Path, weights: str, threads: int) -> AnswererSpec:
+    variant = Variant.of(str(path.resolve()), weights=weights, threads=threads)
+    return AnswererSpec(name=name, variant=variant)
+
+
+def _with_share(recipe: AdaptRecipe, share: float) -> AdaptRecipe:
+    from msgspec.structs import replace
+
+    changed = replace(recipe, teacher_share=share)
+    changed.check()
+    return changed
