@@ -192,6 +192,7 @@ class SurfaceConfig(Section, frozen=True):
     weight: Weight | None = None
     patience_s: Seconds | None = None
     deadline_ms: Milliseconds | None = None  # of requests that set none
+    max_tokens: Count | None = None  # of answers to requests that set none, without tools and grammar
     limits: LimitSet = LimitSet()  # on all requests on this surface together
     ladder: LadderConfig = LadderConfig()
 

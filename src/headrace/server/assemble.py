@@ -121,6 +121,7 @@ def assemble(
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,
+        answer_tokens={name: each.max_tokens for name, each in config.surfaces.items() if each.max_tokens is not None},
     )
     services.pipelines = Pipelines.from_config(config, services, environ)
     return services

@@ -1,4 +1,4 @@
-"""Identify: the request's surface, the fast profile, and the tenant's fast mode."""
+"""Identify: the request's surface and its default length, the fast profile, and the tenant's fast mode."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def identify(state: FlowState) -> None:
     exchange.surface = surface
     if text_request.surface != surface:
         exchange.text_request = text_request = text_request.but(surface=surface)
+    usual = services.answer_tokens.get(surface)
+    if usual is not None and text_request.max_tokens is None:
+        # A default is no change that the answer reports.
+        exchange.text_request, _ = cap_max_tokens(text_request, usual)
+        text_request = exchange.text_request
     if text_request.profile == "fast":
         can_reason = exchange.served.reasoning is not None
         exchange.text_request, changes = apply_fast_profile(text_request, services.fast, can_reason=can_reason)

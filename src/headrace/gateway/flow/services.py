@@ -58,6 +58,7 @@ class Services(msgspec.Struct, kw_only=True):
     pins: PinOperations | None = None  # None: another process pins prompts
     keeper: ObservationKeeper | None = None  # None: another process of this server stores what was observed
     pipelines: PipelineHost | None = None
+    answer_tokens: Mapping[str, int] = {}  # by surface, of requests that set no max_tokens
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache | ResultCache]:
