@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -108,7 +109,10 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   Layer layer;
   nb::dict facts = facts_of(entry, "layers");
   layer.window = fact<int64_t>(facts, "window");
+  layer.chunk = fact<int64_t>(facts, "chunk");
   layer.rope = fact<int>(facts, "rope");
+  layer.normed = fact<bool>(facts, "normed");
+  layer.grows = fact<bool>(facts, "grows");
   const int64_t experts = fact<int64_t>(facts, "experts");
   layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
   layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
@@ -119,6 +123,12 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   const bool full = w.qk_norm == QkNorm::kFull || w.qk_norm == QkNorm::kEachHead;
   layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
   layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
+  if (w.unit_norms && layer.normed) {
+    for (NormWeights* norm : {&layer.q_norm, &layer.k_norm}) {
+      norm->weight = Buffer<float>(round_up(w.head_size, kRowPad));
+      std::fill(norm->weight.data(), norm->weight.data() + w.head_size, 1.0f);
+    }
+  }
   layer.sinks = parts.list(attn + ".sinks");
   layer.qkv = parts.product(attn + ".qkv");
   layer.o = parts.product(attn + ".o");
@@ -171,6 +181,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.gated = parts.value<bool>("gated");
   w.layer_norm = chosen(parts.value<std::string>("norm"), {"rms", "layer"}, "norm") == 1;
   w.eps = parts.value<float>("eps");
+  w.unit_norms = parts.value<bool>("unit_norms");
   w.qk_norm = static_cast<QkNorm>(
       chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full", "each_head"}, "qk norm"));
   w.activation = static_cast<Activation>(chosen(parts.value<std::string>("activation"),
@@ -179,12 +190,15 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.gate_limit = parts.value<float>("gate_limit");
   w.attention_scale = parts.value<float>("attention_scale");
   w.attention_softcap = parts.value<float>("attention_softcap");
+  w.growth = parts.value<float>("growth");
+  w.growth_tokens = parts.value<int64_t>("growth_tokens");
   w.logit_softcap = parts.value<float>("logit_softcap");
   w.embedding_scale = parts.value<float>("embedding_scale");
   w.top_k = parts.value<int64_t>("top_k");
   w.normalise_experts = parts.value<bool>("normalise_experts");
   w.sigmoid_experts = parts.value<bool>("sigmoid_experts");
   w.expert_scale = parts.value<float>("expert_scale");
+  w.scales_inputs = parts.value<bool>("scales_inputs");
   w.expert_groups = parts.value<int64_t>("expert_groups");
   w.top_groups = parts.value<int64_t>("top_groups");
   w.group_best = parts.value<int64_t>("group_best");

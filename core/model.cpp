@@ -416,7 +416,9 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
       float* q = qkv_.data() + r * qkv_pad_;
       float* k = q + q_size;
       const float* v = k + kv_size;
-      if (w_.qk_norm == QkNorm::kFull) {
+      if (!layer.q_norm.present()) {
+        // nothing to normalise
+      } else if (w_.qk_norm == QkNorm::kFull) {
         normalise(layer.q_norm, q, q_size);
         normalise(layer.k_norm, k, kv_size);
       } else if (w_.qk_norm == QkNorm::kHead) {
@@ -441,6 +443,11 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
           }
         }
       }
+      if (layer.grows) {
+        const float steps = std::floor(static_cast<float>(row.position + 1) / static_cast<float>(w_.growth_tokens));
+        const float factor = std::log1p(steps) * w_.growth + 1.0f;
+        for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
+      }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
       for (int64_t h = 0; h < w_.kv_heads; ++h) {
         write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size,
@@ -461,6 +468,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
     asking.position = row.position;
     asking.begin = 0;
     asking.end = w_.causal ? asking.position + 1 : args.computed[row.sequence] + fresh;
+    if (layer.chunk > 0) asking.begin = asking.position / layer.chunk * layer.chunk;
     if (layer.window > 0) {
       asking.begin = std::max<int64_t>(0, asking.position + 1 - layer.window);
       asking.end = std::min(asking.end, asking.position + layer.window);
@@ -651,6 +659,10 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       const int64_t r = expert_order_[static_cast<size_t>(at)] / w_.top_k;
       float* in = expert_in_.data() + at * hidden_pad_;
       std::memcpy(in, normed_.data() + r * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
+      if (w_.scales_inputs) {
+        const float weight = expert_weight_.data()[expert_order_[static_cast<size_t>(at)]];
+        for (int64_t i = 0; i < w_.hidden; ++i) in[i] *= weight;
+      }
       const Product& up = layer.experts[static_cast<size_t>(expert_at(at))].up;
       if (changes_rows(up)) fit_row(in, w_.hidden, up, at, 0, false);
     }
@@ -709,7 +721,7 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
       for (int64_t i = 0; i < w_.hidden; ++i) out[i] = 0.0f;
       for (int64_t j = 0; j < w_.top_k; ++j) {
         const int64_t slot = r * w_.top_k + j;
-        const float weight = expert_weight_.data()[slot];
+        const float weight = w_.scales_inputs ? 1.0f : expert_weight_.data()[slot];
         const float* in = expert_out_.data() + expert_slot_[static_cast<size_t>(slot)] * hidden_pad_;
         for (int64_t i = 0; i < w_.hidden; ++i) out[i] += weight * in[i];
       }

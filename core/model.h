@@ -62,7 +62,10 @@ struct Mlp {
 
 struct Layer {
   int64_t window = 0;  // tokens seen up to the query, and where not causal as many from it on; 0: sees all
+  int64_t chunk = 0;   // tokens are seen from the last multiple of this on; 0: sees all
   int rope = -1;       // -1: no positions
+  bool normed = true;  // with a qk norm
+  bool grows = false;  // queries grow with their position, see ModelWeights::growth
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
@@ -103,17 +106,21 @@ struct ModelWeights {
   bool layer_norm = false;
   float eps = 0.0f;
   QkNorm qk_norm = QkNorm::kNone;
+  bool unit_norms = false;  // of queries and keys, without weights
   Activation activation = Activation::kSilu;
   float gate_slope = 1.0f;  // of kClampedSilu, as its limit
   float gate_limit = 0.0f;
   float attention_scale = 1.0f;
   float attention_softcap = 0.0f;
+  float growth = 0.0f;        // in layers that grow, queries are multiplied by 1 + growth * log(1 + steps) ...
+  int64_t growth_tokens = 1;  // ... of so many tokens each
   float logit_softcap = 0.0f;
   float embedding_scale = 1.0f;
   int64_t top_k = 0;
   bool normalise_experts = false;
   bool sigmoid_experts = false;  // an expert's weight is the sigmoid of its score, not its softmax
   float expert_scale = 1.0f;     // multiplies the weights of the chosen experts
+  bool scales_inputs = false;    // an expert's weight multiplies what it reads instead of what it computes
   int64_t expert_groups = 1;     // experts are chosen among those of the best groups
   int64_t top_groups = 1;
   int64_t group_best = 1;  // a group's rank is the sum of that of its best experts

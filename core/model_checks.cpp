@@ -36,6 +36,7 @@ void Model::check_weights() const {
                      : w_.kv_heads != w_.heads) {
     refuse("latents need a key head for each head, and models without them have none of their sizes");
   }
+  if (w_.growth_tokens < 1) refuse("growth or chunks are out of range");
   if (w_.expert_groups < 1 || w_.top_groups < 1 || w_.top_groups > w_.expert_groups || w_.expert_groups > 4096 ||
       (w_.group_best != 1 && w_.group_best != 2)) {
     refuse("the groups of experts are out of range");
@@ -76,7 +77,7 @@ void Model::check_weights() const {
     const std::string name = "layers." + std::to_string(i);
     if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
       refuse(name + " names a rope that is not there");
-    if (layer.window < 0) refuse(name + " has a negative window");
+    if (layer.window < 0 || layer.chunk < 0) refuse(name + " has a negative window");
     shaped(layer.qkv, qkv_outputs(), w_.hidden, name + ".attn.qkv");
     shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
     if (w_.latent > 0) {
@@ -87,7 +88,8 @@ void Model::check_weights() const {
       shaped(layer.q_up, w_.heads * w_.head_size, w_.query_latent, name + ".attn.q_up");
       if (!layer.q_latent_norm.present()) refuse(name + " lacks the norm of its queries' latent");
     }
-    if (w_.qk_norm != QkNorm::kNone && !(layer.q_norm.present() && layer.k_norm.present())) {
+    if (layer.q_norm.present() != layer.k_norm.present()) refuse(name + " lacks a norm of q or k");
+    if (w_.qk_norm != QkNorm::kNone && layer.normed && !layer.q_norm.present()) {
       refuse(name + " lacks its q and k norms");
     }
     if (!layer.sinks.empty() && static_cast<int64_t>(layer.sinks.size()) != w_.heads) {

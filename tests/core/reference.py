@@ -154,8 +154,9 @@ def forward(
             best = np.argsort(-rank)[: experts.top_k]
             share = experts.scale * chance[best] / (chance[best].sum() if experts.normalise else 1.0)
             for expert, part in zip(best, share, strict=True):
-                one = mlp(f"{name}.experts.{expert}", x[row : row + 1], experts.intermediate_size)
-                y[row] += part * one[0]
+                read, counted = (part, 1.0) if experts.scales_inputs else (1.0, part)
+                one = mlp(f"{name}.experts.{expert}", x[row : row + 1] * read, experts.intermediate_size)
+                y[row] += counted * one[0]
         if experts.shared_size:
             part = sigmoid(x @ weight(f"{name}.shared_gate").T) if experts.shared_gate else np.float64(1)
             y = y + part * mlp(f"{name}.shared", x, experts.shared_size)
@@ -195,6 +196,11 @@ def forward(
                 for x, kind in ((q, "q_norm"), (k, "k_norm"))
             )
         layer = spec.layers[index]
+        if spec.qk_norm == "unit" and layer.qk_norm:
+            q, k = rms(q, spec.norm_eps), rms(k, spec.norm_eps)
+        if layer.grows:
+            steps = (np.arange(count) + 1) // spec.growth_tokens
+            q = q * (1 + spec.query_growth * np.log1p(steps))[:, None, None]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
         v_scale = f16_scale(v)[..., 0]  # what a token's codes are multiplied by, where it has codes
@@ -215,6 +221,8 @@ def forward(
         if spec.alibi:
             scores = scores - np.array(spec.alibi)[:, None, None] * abs(j - i) * unit
         seen = (j <= i) if spec.causal else np.full((count, count), True)
+        if layer.chunk:
+            seen &= j // layer.chunk == i // layer.chunk
         if layer.window:
             seen &= abs(j - i) < layer.window
         scores = np.where(seen, scores, -np.inf)

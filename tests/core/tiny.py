@@ -158,6 +158,25 @@ SPECS: dict[str, ModelSpec] = {
         layers=(LayerSpec(window=20, experts=True), LayerSpec()),
         experts=ExpertSpec(count=6, top_k=2, intermediate_size=42, normalise=False, groups=3, top_groups=2),
     ),
+    "chunks": spec(
+        layers=(
+            LayerSpec(chunk=24, experts=True),
+            LayerSpec(rope=None, qk_norm=False, grows=True),
+            LayerSpec(chunk=64, experts=True),
+        ),
+        qk_norm="unit",
+        query_growth=0.3,
+        growth_tokens=16,
+        experts=ExpertSpec(
+            count=4,
+            top_k=2,
+            intermediate_size=42,
+            normalise=False,
+            scoring="sigmoid",
+            scales_inputs=True,
+            shared_size=34,
+        ),
+    ),
     "alibi": spec(alibi=(0.5, 0.25, 0.1, 0.01), ropes=(), layers=(LayerSpec(rope=None), LayerSpec(rope=None))),
     "positions": spec(
         learned_positions=512,

@@ -20,7 +20,7 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import embed, greedy, hidden_states, logits
 from headrace.models.model_folder import open_model
 from headrace.models.precision import Precision, WeightPlan
-from tests.models.tiny_models import CONTEXT, DECODERS, ENCODERS, Reference, prompt
+from tests.models.tiny_models import CONTEXT, DECODERS, ENCODERS, WHOLE, Reference, prompt
 
 LENGTHS = (1, 17, 300)  # one token, a few blocks' worth, and far past every window and trained context
 RAGGED = (17, 1, 300, 40, 5)
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(name: str, length: int, tiny: Tiny, ex
     assert relative_error(found, tiny(name).logits(tokens)) < 1e-4
 
 
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("name", [*WHOLE, *ENCODERS])
 def test_rotated_weights_compute_the_same(
     name: str, tiny: Tiny, executors: Executors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +73,7 @@ def test_rotated_weights_compute_the_same(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_greedy_tokens_are_those_of_transformers(name: str, length: int, tiny: Tiny, executors: Executors) -> None:
     tokens = prompt(length)
     (answer,) = greedy(executors(name), [tokens], ANSWER)
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, length: int, tiny: T
     assert answer == expected
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_ragged_batch_is_one_at_a_time_to_the_bit(name: str, executors: Executors) -> None:
     executor = executors(name)
     prompts = [prompt(length, seed=3) for length in RAGGED]
@@ -131,7 +131,7 @@ def test_instruction_sets_give_the_same_bits(name: str, weights: str, kv: str, t
     assert len(set(found.values())) == 1, found.keys()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_the_command_generates_like_transformers(name: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--weights", "f32", "--kv", "f32", "--context", str(CONTEXT), "--no-cache", "--ignore-eos", "--json"]
     assert main(["generate", str(tiny(name).folder), "-p", "The water ran to the wheel.", "-n", "24", *flags]) == 0

@@ -58,6 +58,7 @@ class Tiny:
     pooling: dict[str, Any] | None = None
     normalise: bool = False
     reranker: bool = False
+    brief: bool = False  # another form of an architecture that is there: only its logits are compared
     dense: tuple[tuple[int, str], ...] = ()  # outputs and activation of the Dense modules
     saved: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # changes config.json after it is saved
 
@@ -670,6 +671,30 @@ def _stablelm_12b() -> Any:
     )
 
 
+def _llama4() -> Any:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.Llama4TextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        intermediate_size_mlp=80,
+        head_dim=24,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=WINDOW,
+        floor_scale=24,
+        attn_scale=0.3,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+    )
+
+
 def _eurobert() -> Any:
     sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
     return transformers.EuroBertConfig(**sizes, head_dim=24)
@@ -711,25 +736,26 @@ TINY: dict[str, Tiny] = {
     "stablelm": Tiny("StableLmForCausalLM", _stablelm),
     "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
     "gpt-oss": Tiny("GptOssForCausalLM", _gpt_oss),
-    "deepseek-v2-lite": Tiny("DeepseekV2ForCausalLM", _deepseek_v2_lite),
+    "deepseek-v2-lite": Tiny("DeepseekV2ForCausalLM", _deepseek_v2_lite, brief=True),
     "deepseek-v2": Tiny("DeepseekV2ForCausalLM", _deepseek_v2),
     "deepseek-v3": Tiny("DeepseekV3ForCausalLM", _deepseek_v3),
-    "llama-dynamic": Tiny("LlamaForCausalLM", _llama_dynamic),
+    "llama-dynamic": Tiny("LlamaForCausalLM", _llama_dynamic, brief=True),
     "minimax-m2": Tiny("MiniMaxM2ForCausalLM", _minimax_m2),
     "ernie-moe": Tiny("Ernie4_5_MoeForCausalLM", _ernie_moe),
-    "command-r-plus": Tiny("CohereForCausalLM", _command_r_plus),
-    "stablelm-12b": Tiny("StableLmForCausalLM", _stablelm_12b),
+    "command-r-plus": Tiny("CohereForCausalLM", _command_r_plus, brief=True),
+    "stablelm-12b": Tiny("StableLmForCausalLM", _stablelm_12b, brief=True),
+    "llama4": Tiny("Llama4ForCausalLM", _llama4),
     "gpt2": Tiny("GPT2LMHeadModel", _gpt2),
     "gpt-bigcode": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode),
-    "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads),
+    "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads, brief=True),
     "opt": Tiny("OPTForCausalLM", _opt),
     "pythia": Tiny("GPTNeoXForCausalLM", _gpt_neox, saved=_own_neox_config),
-    "gpt-neox-in-turn": Tiny("GPTNeoXForCausalLM", _gpt_neox_in_turn),
+    "gpt-neox-in-turn": Tiny("GPTNeoXForCausalLM", _gpt_neox_in_turn, brief=True),
     "gptj": Tiny("GPTJForCausalLM", _gptj),
     "falcon": Tiny("FalconForCausalLM", _falcon),
-    "falcon-groups": Tiny("FalconForCausalLM", _falcon_groups),
-    "falcon2": Tiny("FalconForCausalLM", _falcon2),
-    "falcon-in-turn": Tiny("FalconForCausalLM", _falcon_in_turn),
+    "falcon-groups": Tiny("FalconForCausalLM", _falcon_groups, brief=True),
+    "falcon2": Tiny("FalconForCausalLM", _falcon2, brief=True),
+    "falcon-in-turn": Tiny("FalconForCausalLM", _falcon_in_turn, brief=True),
     "bloom": Tiny("BloomForCausalLM", _bloom),
     "mpt": Tiny("MptForCausalLM", _mpt),
     "phi": Tiny("PhiForCausalLM", _phi),
@@ -777,10 +803,11 @@ TINY |= {
     "qwen3-reranker": Tiny("Qwen3ForSequenceClassification", _qwen3_plain, reranker=True),
 }
 DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
+WHOLE = tuple(name for name in DECODERS if not TINY[name].brief)
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
-    minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
+    llama4 minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
     """.split()

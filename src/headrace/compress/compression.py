@@ -113,7 +113,9 @@ def _computes(spec: ModelSpec) -> bool:
     ):
         return False
     positions = spec.alibi or spec.learned_positions
-    return not (spec.parallel or spec.sinks or spec.latent or positions or spec.qk_norm == "each_head")
+    if spec.qk_norm in ("each_head", "unit") or any(layer.chunk or layer.grows for layer in spec.layers):
+        return False
+    return not (spec.parallel or spec.sinks or spec.latent or positions)
 
 
 def compress_model(

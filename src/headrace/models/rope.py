@@ -137,11 +137,13 @@ def _original_context(config: ConfigJson, parameters: ConfigJson, default: int |
 def _llama3(inv_freq: F32, parameters: ConfigJson, original: int) -> F32:
     factor = np.float32(parameters.positive("factor"))
     low, high = parameters.positive("low_freq_factor"), parameters.positive("high_freq_factor")
-    if high <= low:
-        raise parameters.mismatch("high_freq_factor", f"a number above low_freq_factor ({low:g})")
+    if high < low:
+        raise parameters.mismatch("high_freq_factor", f"a number not below low_freq_factor ({low:g})")
     longest, shortest = np.float32(original / low), np.float32(original / high)
     wavelength = _inverse(inv_freq) * np.float32(2 * math.pi)
     slowed = np.where(wavelength > longest, inv_freq / factor, inv_freq)
+    if high == low:
+        return slowed
     share = (_inverse(wavelength) * np.float32(original) - np.float32(low)) / np.float32(high - low)
     between = (np.float32(1) - share) * slowed / factor + share * slowed
     return np.where((wavelength < shortest) | (wavelength > longest), slowed, between)

@@ -22,7 +22,7 @@ import msgspec
 NormKind = Literal["rms", "layer"]
 PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Activation = PlainActivation | Literal["clamped_silu"]  # gated only: act(gate) * (up + 1), both clamped (gpt-oss)
-QkNorm = Literal["none", "head", "full", "each_head"]
+QkNorm = Literal["none", "head", "full", "each_head", "unit"]
 Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
 PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
 ScoreActivation = Literal["sigmoid", "identity"]
@@ -46,8 +46,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     # Tokens that a query sees up to itself, and without a causal mask as many from itself on; 0: all.
     window: int = 0
+    chunk: int = 0  # a query sees tokens from the last multiple of this on; 0: all
     rope: int | None = 0  # index into ModelSpec.ropes; None: the layer has no positions (SmolLM3)
     experts: bool = False  # a mixture of experts instead of the dense MLP
+    qk_norm: bool = True  # with a `qk_norm` of the model
+    grows: bool = False  # queries grow with their position: see `query_growth`
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
 
 
@@ -61,6 +64,7 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # multiplies the weights of the chosen experts
     shared_size: int = 0  # inner size of an expert that every token goes to; 0: none
     shared_gate: bool = False  # that expert's output has a weight of its own, a sigmoid
+    scales_inputs: bool = False  # an expert's weight multiplies what it reads instead of what it computes
     groups: int = 1  # experts are chosen among those of the `top_groups` best groups
     top_groups: int = 1
     group_best: Literal[1, 2] = 1  # a group's rank is the sum of that of so many of its best experts
@@ -139,7 +143,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
     latent: LatentSpec | None = None
-    # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head
+    # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head;
+    # "unit": over each head's dims, without weights
     qk_norm: QkNorm = "none"
 
     activation: Activation = "silu"
@@ -153,6 +158,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ropes: tuple[RopeSpec, ...] = ()
     attention_scale: float
     attention_softcap: float = 0.0  # 0: none
+    # Where `grows` is set, queries are multiplied by 1 + query_growth * log(1 + (position + 1) // growth_tokens).
+    query_growth: float = 0.0
+    growth_tokens: int = 1
     sinks: bool = False  # a learned score of each head takes weight in the softmax and adds no value (gpt-oss)
     logit_softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # multiplies the weights of the final norm, and so the logits
@@ -268,7 +276,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{attn}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
             shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
-        elif spec.qk_norm != "none":
+        elif spec.qk_norm in ("full", "each_head"):
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         if spec.sinks:
             shapes[f"{attn}.sinks"] = (spec.heads,)

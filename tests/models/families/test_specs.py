@@ -323,7 +323,7 @@ def test_plain_llama_config_needs_no_more_than_its_sizes() -> None:
             "short_factor.*list of 8 numbers",
         ),
         (
-            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}},
             "high_freq_factor",
         ),
         ({"architectures": ["MambaForCausalLM"]}, "Unknown architecture 'MambaForCausalLM'.*LlamaForCausalLM"),

@@ -337,7 +337,10 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "gated": spec.gated,
         "norm": spec.norm,
         "eps": spec.norm_eps,
-        "qk_norm": spec.qk_norm,
+        "qk_norm": "head" if spec.qk_norm == "unit" else spec.qk_norm,
+        "unit_norms": spec.qk_norm == "unit",
+        "growth": spec.query_growth,
+        "growth_tokens": spec.growth_tokens,
         "activation": spec.activation,
         "gate_slope": spec.gate_slope,
         "gate_limit": spec.gate_limit,
@@ -351,6 +354,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "normalise_experts": experts.normalise if experts else False,
         "sigmoid_experts": experts.scoring == "sigmoid" if experts else False,
         "expert_scale": experts.scale if experts else 1.0,
+        "scales_inputs": experts.scales_inputs if experts else False,
         "expert_groups": experts.groups if experts else 1,
         "top_groups": experts.top_groups if experts else 1,
         "group_best": experts.group_best if experts else 1,
@@ -367,6 +371,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "layers": [
             {
                 "window": layer.window,
+                "chunk": layer.chunk,
+                "normed": layer.qk_norm,
+                "grows": layer.grows,
                 "rope": -1 if layer.rope is None else layer.rope,
                 "experts": experts.count if layer.experts and experts else 0,
             }

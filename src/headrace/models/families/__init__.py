@@ -27,6 +27,7 @@ from headrace.models.families import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mixtral,
     olmo,
     phi,
@@ -56,6 +57,7 @@ __all__ = [
 
 FAMILIES: tuple[Family, ...] = (
     llama,
+    llama4,
     qwen,
     gemma1,
     gemma,
@@ -114,6 +116,7 @@ HEADLESS: dict[str, str] = {
     "DeepseekV3Model": "DeepseekV3ForCausalLM",
     "MiniMaxM2Model": "MiniMaxM2ForCausalLM",
     "Ernie4_5_MoeModel": "Ernie4_5_MoeForCausalLM",
+    "Llama4TextModel": "Llama4ForCausalLM",
     "GptOssModel": "GptOssForCausalLM",
     "GPT2Model": "GPT2LMHeadModel",
     "GPTBigCodeModel": "GPTBigCodeForCausalLM",

@@ -103,6 +103,17 @@ def layer_windows(config: ConfigJson, window: int | None, default: tuple[bool, .
     return tuple(window if sliding and window is not None else 0 for sliding in slides)
 
 
+def rope_layers(config: ConfigJson, count: int) -> tuple[bool, ...]:
+    """Return which layers have a rope. Despite its name, `no_rope_layers` holds 1 for layers with one."""
+    given = config.optional_sizes("no_rope_layers", minimum=0, maximum=1, max_items=count)
+    if not given:
+        interval = config.size("no_rope_layer_interval", maximum=1 << 20, default=4)
+        return tuple((index + 1) % interval != 0 for index in range(count))
+    if len(given) != count:
+        raise config.mismatch("no_rope_layers", f"a list of {count} integers")
+    return tuple(flag == 1 for flag in given)
+
+
 def sliding_window(config: ConfigJson, *, default: int | None = None) -> int | None:
     return config.optional_size("sliding_window", maximum=MAX_CONTEXT, default=default)
 

@@ -85,6 +85,7 @@ MODEL_TYPES: Final[dict[str, str]] = {
     "gptj": "GPTJForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "modernbert": "ModernBertModel",

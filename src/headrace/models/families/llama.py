@@ -15,6 +15,7 @@ from headrace.models.families.decoder import (
     layer_count,
     layer_windows,
     named_sources,
+    rope_layers,
     sliding_window,
 )
 from headrace.models.families.family import TensorSources, architecture_of
@@ -93,20 +94,9 @@ def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:
         return tuple(LayerSpec(window=window) for window in windows)
     if architecture != "SmolLM3ForCausalLM":
         return (LayerSpec(),) * count
-    has_rope = _rope_layers(config, count)
+    has_rope = rope_layers(config, count)
     window = gated_sliding_window(config)
     windows = layer_windows(config, window, tuple(window is not None and not roped for roped in has_rope))
     return tuple(
         LayerSpec(window=window, rope=0 if roped else None) for window, roped in zip(windows, has_rope, strict=True)
     )
-
-
-def _rope_layers(config: ConfigJson, count: int) -> tuple[bool, ...]:
-    """Return which layers have a rope. Despite its name, `no_rope_layers` holds 1 for layers with one."""
-    given = config.optional_sizes("no_rope_layers", minimum=0, maximum=1, max_items=count)
-    if given is None:
-        interval = config.size("no_rope_layer_interval", maximum=1 << 20, default=4)
-        return tuple((index + 1) % interval != 0 for index in range(count))
-    if len(given) != count:
-        raise config.mismatch("no_rope_layers", f"a list of {count} integers")
-    return tuple(flag == 1 for flag in given)

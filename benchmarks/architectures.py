@@ -1,0 +1,88 @@
+"""Compares each decoder's tiny model of the tests with transformers, and writes the table.
+
+    python benchmarks/architectures.py [--only NAME,NAME] [--out FILE]
+
+Beside the largest error of the logits and the greedy tokens that are the same, it compares the bytes of weights and KV
+memory with the formulas: 4 bytes for each parameter, and 2 x layers x KV heads x head size x 4 bytes for each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests is no package that is installed
+
+import numpy as np
+import transformers
+
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.runner import greedy, logits
+from headrace.models.model_folder import open_model
+from tests.models.tiny_models import CONTEXT, DECODERS, TINY, Reference, build, prompt
+
+LENGTHS: Final = (17, 300)
+ANSWER: Final = 64  # tokens
+
+
+def row(name: str) -> str:
+    """Return a line of the table."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        reference = Reference(name, TINY[name], folder, build(name, folder))
+        opened = open_model(folder)
+        executor = CpuExecutor.load(opened, weights="f32", kv="f32", threads=1, context=CONTEXT)
+        error, same = 0.0, 0
+        for length in LENGTHS:
+            tokens = prompt(length)
+            (found,), expected = logits(executor, [tokens]), reference.logits(tokens)
+            error = max(error, float(np.abs(found - expected).max() / np.abs(expected).max()))
+            (answer,) = greedy(executor, [tokens], ANSWER)
+            likeliest = reference.logits(tokens + answer)[length - 1 : -1].argmax(-1)
+            same += int((likeliest == np.array(answer)).sum())
+        spec = opened.spec
+        weights = executor.load_report.weight_bytes / (4 * sum(map(math.prod, opened.shapes.values())))
+        kv = executor.kv_bytes_per_token / (8 * len(spec.layers) * spec.kv_heads * spec.head_size)
+        executor.close()
+    of = ANSWER * len(LENGTHS)
+    return f"| `{name}` | `{TINY[name].architecture}` | {error:.1e} | {same} of {of} | {weights:.2f} | {kv:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Each decoder beside transformers.")
+    parser.add_argument("--only", help="names of tiny models, with commas between")
+    parser.add_argument("--out", type=Path, help="writes the table there too")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else DECODERS
+    lengths = " and ".join(map(str, LENGTHS))
+    lines = [
+        "# Decoders beside transformers",
+        "",
+        f"`python benchmarks/architectures.py {shlex.join(sys.argv[1:])}`".strip(),
+        "",
+        f"Tiny models with random weights, written by transformers {transformers.__version__}, in f32: the largest "
+        f"error of the logits of prompts of {lengths} tokens, relative to the largest logit; and the greedy tokens "
+        "after them that are the likeliest ones of transformers too. Weights and KV memory are in multiples of what "
+        "their formulas say: sizes are padded to multiples of 32 (weights) and 16 (KV), which few sizes of tiny models "
+        "are.",
+        "",
+        "| model | architecture | largest error | same tokens | weights | KV |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for number, name in enumerate(names):
+        print(f"\r\x1b[K{number + 1} of {len(names)}: {name}", end="", file=sys.stderr)
+        lines.append(row(name))
+    print("\r\x1b[K", end="", file=sys.stderr)
+    text = "\n".join(lines) + "\n"
+    print(text, end="")
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
