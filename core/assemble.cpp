@@ -198,6 +198,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.normalise_experts = parts.value<bool>("normalise_experts");
   w.sigmoid_experts = parts.value<bool>("sigmoid_experts");
   w.expert_scale = parts.value<float>("expert_scale");
+  w.expert_margin = parts.value<float>("expert_margin");
   w.scales_inputs = parts.value<bool>("scales_inputs");
   w.expert_groups = parts.value<int64_t>("expert_groups");
   w.top_groups = parts.value<int64_t>("top_groups");

@@ -116,7 +116,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     expert_order_.resize(slots);
     expert_slot_.resize(slots);
     expert_begin_.resize(static_cast<size_t>(most) + 1);
-    expert_rank_.resize(static_cast<size_t>(most));
+    expert_rank_.resize(static_cast<size_t>(2 * most));
     group_rank_.resize(static_cast<size_t>(w_.expert_groups));
     router_ = Buffer<float>(max_rows * pad_row(most));
     expert_weight_ = Buffer<float>(expert_rows_);
@@ -567,6 +567,27 @@ void Model::keep_best_groups(float* rank, int64_t count) {
   }
 }
 
+// Chooses the top_k experts of a row one by one. A choice's weight is its share of a softmax over those scores left
+// that are at most 2 * expert_margin below it, relative to the larger of the two.
+void Model::choose_near_best(const float* scores, int64_t count, int64_t row) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  float* left = expert_rank_.data();
+  float* near = left + count;
+  std::copy(scores, scores + count, left);
+  for (int64_t j = 0; j < w_.top_k; ++j) {
+    const int64_t best = std::max_element(left, left + count) - left;
+    const float top = left[best];
+    for (int64_t e = 0; e < count; ++e) {
+      const bool far = (top - scores[e]) / std::max(std::fabs(scores[e]), top) > 2.0f * w_.expert_margin;
+      near[e] = far ? kNone : left[e];
+    }
+    kernels_.softmax(near, count);
+    expert_of_[static_cast<size_t>(row * w_.top_k + j)] = static_cast<int32_t>(best);
+    expert_weight_.data()[row * w_.top_k + j] = near[best];
+    left[best] = kNone;
+  }
+}
+
 // Chooses the top_k experts of each row and their weights.
 void Model::weigh_experts(const Layer& layer, int64_t rows) {
   const int64_t count = static_cast<int64_t>(layer.experts.size());
@@ -575,6 +596,10 @@ void Model::weigh_experts(const Layer& layer, int64_t rows) {
   float* rank = expert_rank_.data();
   for (int64_t r = 0; r < rows; ++r) {
     float* weights = router_.data() + r * router_stride;
+    if (w_.expert_margin > 0.0f) {
+      choose_near_best(weights, count, r);
+      continue;
+    }
     if (w_.sigmoid_experts) {
       sigmoid(weights, count);
     } else {

@@ -120,6 +120,7 @@ struct ModelWeights {
   bool normalise_experts = false;
   bool sigmoid_experts = false;  // an expert's weight is the sigmoid of its score, not its softmax
   float expert_scale = 1.0f;     // multiplies the weights of the chosen experts
+  float expert_margin = 0.0f;    // above 0: each choice is weighed by a softmax over scores that are near the best left
   bool scales_inputs = false;    // an expert's weight multiplies what it reads instead of what it computes
   int64_t expert_groups = 1;     // experts are chosen among those of the best groups
   int64_t top_groups = 1;
@@ -212,6 +213,7 @@ class Model {
     return (w_.query_latent > 0 ? w_.query_latent : w_.heads * w_.head_size) + w_.turning + w_.latent;
   }
   void expand_latents(const Layer& layer, int64_t rows);
+  void choose_near_best(const float* scores, int64_t count, int64_t row);
   void keep_best_groups(float* rank, int64_t count);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
@@ -246,7 +248,7 @@ class Model {
   std::vector<AttentionRow> asking_;                             // rows whose attention is computed
   std::vector<int32_t> expert_of_, expert_order_, expert_slot_;  // [rows * top_k], and the inverse order
   std::vector<int64_t> expert_begin_;
-  std::vector<float> expert_rank_;  // [experts] of one row, by which they are chosen
+  std::vector<float> expert_rank_;  // [2][experts] of one row: by which they are chosen, and those near the best
   std::vector<float> group_rank_;   // [groups]
   Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;

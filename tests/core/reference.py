@@ -152,6 +152,10 @@ def forward(
                 rank[left_out] = -np.inf
                 rank = rank.ravel()
             best = np.argsort(-rank)[: experts.top_k]
+            if experts.margin:
+                best, weights = near_best(scores[row], experts.top_k, experts.margin)
+                chance = np.zeros_like(chance)
+                chance[best] = weights
             share = experts.scale * chance[best] / (chance[best].sum() if experts.normalise else 1.0)
             for expert, part in zip(best, share, strict=True):
                 read, counted = (part, 1.0) if experts.scales_inputs else (1.0, part)
@@ -259,6 +263,19 @@ def forward(
     if spec.head_bias:
         logits = logits + weight("head.bias")
     return spec.logit_softcap * np.tanh(logits / spec.logit_softcap) if spec.logit_softcap else logits
+
+
+def near_best(scores: Doubles, count: int, margin: float) -> tuple[list[int], list[float]]:
+    """Choose so many experts one by one; weigh each by a softmax over scores near the best of those left."""
+    left, chosen, weights = scores.copy(), list[int](), list[float]()
+    for _ in range(count):
+        best = int(np.argmax(left))
+        distance = (left[best] - scores) / np.maximum(abs(scores), left[best])
+        near = np.where(distance > 2 * margin, -np.inf, left)
+        chosen.append(best)
+        weights.append(float(softmax(near)[best]))
+        left[best] = -np.inf
+    return chosen, weights
 
 
 def rms(x: Doubles, eps: float) -> Doubles:

@@ -177,6 +177,10 @@ SPECS: dict[str, ModelSpec] = {
             shared_size=34,
         ),
     ),
+    "experts_near_the_best": spec(
+        layers=(LayerSpec(experts=True), LayerSpec(experts=True)),
+        experts=ExpertSpec(count=6, top_k=2, intermediate_size=42, normalise=False, margin=0.3),
+    ),
     "alibi": spec(alibi=(0.5, 0.25, 0.1, 0.01), ropes=(), layers=(LayerSpec(rope=None), LayerSpec(rope=None))),
     "positions": spec(
         learned_positions=512,

@@ -83,7 +83,7 @@ def test_rope_tables_are_those_of_transformers(kind: str, theta: float) -> None:
 
 
 # transformers keeps the ropes of these elsewhere; the golden tests compare their logits past every trained context.
-@pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("mistral3", "olmo3")])
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("mistral3", "olmo3", "gptj")])
 def test_ropes_of_tiny_models_are_those_of_transformers(name: str, tiny: Tiny) -> None:
     spec = spec_of(saved_config(tiny(name)))
     if "gemma3" in name:
@@ -91,7 +91,8 @@ def test_ropes_of_tiny_models_are_those_of_transformers(name: str, tiny: Tiny) -
         rotary = getattr(base, "language_model", base).rotary_emb
         expected = [rotary.full_attention_inv_freq, rotary.sliding_attention_inv_freq]
     else:
-        expected = [tiny(name).model.model.rotary_emb.original_inv_freq]
+        ropes = (module for name, module in tiny(name).model.named_modules() if name.endswith("rotary_emb"))
+        expected = [rope.original_inv_freq for rope in ropes]
     assert len(spec.ropes) == len(expected)
     for found, table in zip(spec.ropes, expected, strict=True):
         assert_same_table(rope_tables(found)[0], table.numpy())
@@ -110,3 +111,10 @@ def test_early_names_of_longrope_are_known(tiny: Tiny) -> None:
     for name in ("su", "yarn"):
         values["rope_parameters"]["rope_type"] = name
         assert spec_of(values) == expected
+
+
+def test_scales_of_longrope_may_differ(tiny: Tiny) -> None:
+    (rope,) = spec_of(saved_config(tiny("phimoe"))).ropes
+    assert (rope.scale, rope.long_scale) == (np.float32(1.1), np.float32(1.25))
+    assert rope.long_inv_freq is not None
+    assert rope.long_inv_freq != rope.inv_freq

@@ -695,6 +695,28 @@ def _llama4() -> Any:
     )
 
 
+def _phimoe() -> Any:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.02 * pair for pair in range(8)],
+        "long_factor": [1.5 + 0.9 * pair for pair in range(8)],
+        "short_mscale": 1.1,
+        "long_mscale": 1.25,
+        "original_max_position_embeddings": CONTEXT,  # beyond it, transformers 5.24 keeps the short table
+    }
+    return transformers.PhimoeConfig(
+        **SIZES,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.2,
+        rope_parameters=rope,
+        attention_bias=True,
+        lm_head_bias=True,
+        tie_word_embeddings=False,
+    )
+
+
 def _eurobert() -> Any:
     sizes = {key: SIZES[key] for key in SIZES if key not in ("bos_token_id", "eos_token_id")}
     return transformers.EuroBertConfig(**sizes, head_dim=24)
@@ -745,6 +767,7 @@ TINY: dict[str, Tiny] = {
     "command-r-plus": Tiny("CohereForCausalLM", _command_r_plus, brief=True),
     "stablelm-12b": Tiny("StableLmForCausalLM", _stablelm_12b, brief=True),
     "llama4": Tiny("Llama4ForCausalLM", _llama4),
+    "phimoe": Tiny("PhimoeForCausalLM", _phimoe),
     "gpt2": Tiny("GPT2LMHeadModel", _gpt2),
     "gpt-bigcode": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode),
     "gpt-bigcode-heads": Tiny("GPTBigCodeForCausalLM", _gpt_bigcode_heads, brief=True),
@@ -807,7 +830,7 @@ WHOLE = tuple(name for name in DECODERS if not TINY[name].brief)
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
-    llama4 minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
+    phimoe llama4 minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
     """.split()

@@ -109,7 +109,12 @@ def _computes(spec: ModelSpec) -> bool:
     """Return whether `LayerPass` computes the layers of a model."""
     experts = spec.experts
     if experts is not None and (
-        experts.shared_size or experts.scoring != "softmax" or experts.correction or experts.bias or experts.groups > 1
+        experts.shared_size
+        or experts.scoring != "softmax"
+        or experts.correction
+        or experts.bias
+        or experts.groups > 1
+        or experts.margin
     ):
         return False
     positions = spec.alibi or spec.learned_positions

@@ -200,9 +200,9 @@ def _longrope(config: ConfigJson, parameters: ConfigJson, powers: F32, original:
     long = np.array(parameters.positives("long_factor", len(powers)), dtype=np.float32)
     return RopeSpec(
         inv_freq=_exact(_inverse(short * powers)),
-        scale=_scale(scale),
+        scale=_scale(parameters.optional_positive("short_mscale") or scale),
         long_inv_freq=_exact(_inverse(long * powers)),
-        long_scale=_scale(scale),
+        long_scale=_scale(parameters.optional_positive("long_mscale") or scale),
         original_context=original,
     )
 

@@ -64,6 +64,8 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # multiplies the weights of the chosen experts
     shared_size: int = 0  # inner size of an expert that every token goes to; 0: none
     shared_gate: bool = False  # that expert's output has a weight of its own, a sigmoid
+    # Above 0: experts are chosen one by one, each weighed by a softmax over scores near the best of those left.
+    margin: float = 0.0
     scales_inputs: bool = False  # an expert's weight multiplies what it reads instead of what it computes
     groups: int = 1  # experts are chosen among those of the `top_groups` best groups
     top_groups: int = 1

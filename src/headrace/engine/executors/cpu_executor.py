@@ -354,6 +354,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "normalise_experts": experts.normalise if experts else False,
         "sigmoid_experts": experts.scoring == "sigmoid" if experts else False,
         "expert_scale": experts.scale if experts else 1.0,
+        "expert_margin": experts.margin if experts else 0.0,
         "scales_inputs": experts.scales_inputs if experts else False,
         "expert_groups": experts.groups if experts else 1,
         "top_groups": experts.top_groups if experts else 1,

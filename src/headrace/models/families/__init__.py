@@ -117,6 +117,7 @@ HEADLESS: dict[str, str] = {
     "MiniMaxM2Model": "MiniMaxM2ForCausalLM",
     "Ernie4_5_MoeModel": "Ernie4_5_MoeForCausalLM",
     "Llama4TextModel": "Llama4ForCausalLM",
+    "PhimoeModel": "PhimoeForCausalLM",
     "GptOssModel": "GptOssForCausalLM",
     "GPT2Model": "GPT2LMHeadModel",
     "GPTBigCodeModel": "GPTBigCodeForCausalLM",

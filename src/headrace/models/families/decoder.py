@@ -69,6 +69,16 @@ EXPERT_NAMES: Final[TensorNames] = {
 }
 
 
+def mixtral_names(block: str, router: str) -> TensorNames:
+    """Return the names of a mixture as Mixtral's files have them."""
+    return {
+        **LLAMA_NAMES,
+        "mlp.router": (f"{block}.{router}",),
+        "mlp.experts.gate_up": (f"{block}.experts.{{expert}}.w1", f"{block}.experts.{{expert}}.w3"),
+        "mlp.experts.down": (f"{block}.experts.{{expert}}.w2",),
+    }
+
+
 def layer_count(config: ConfigJson) -> int:
     return config.size("num_hidden_layers", maximum=MAX_LAYERS)
 

@@ -7,14 +7,13 @@ import msgspec
 
 from headrace.models.config_json import MAX_HEAD_SIZE, MAX_LAYERS, ConfigJson
 from headrace.models.families.decoder import (
-    LLAMA_NAMES,
-    TensorNames,
     decoder_prefix,
     decoder_spec,
     expert_spec,
     fuse_experts,
     head_size,
     layer_count,
+    mixtral_names,
     named_sources,
     sliding_window,
 )
@@ -48,13 +47,7 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     block = "mlp" if f"{decoder_prefix(names)}layers.0.mlp.gate.weight" in names else "block_sparse_moe"
-    table: TensorNames = {
-        **LLAMA_NAMES,
-        "mlp.router": (f"{block}.gate",),
-        "mlp.router_bias": (f"{block}.e_score_correction_bias",),
-        "mlp.experts.gate_up": (f"{block}.experts.{{expert}}.w1", f"{block}.experts.{{expert}}.w3"),
-        "mlp.experts.down": (f"{block}.experts.{{expert}}.w2",),
-    }
+    table = {**mixtral_names(block, "gate"), "mlp.router_bias": (f"{block}.e_score_correction_bias",)}
     return fuse_experts(named_sources(spec, table, names, prefix=decoder_prefix(names)), spec, names, _BLOCKS)
 
 
