@@ -237,7 +237,7 @@ def test_a_canary_is_started_watched_and_rolled_back_in_the_lab(
     page.click("#start-form button")
     page.wait_for_selector(".phase.running")
     assert page.locator(".steps .now").inner_text() == "50 %"
-    assert "half the memory" in page.locator(".why").inner_text()
+    assert "half the memory" in page.locator("#canaries .why").inner_text()
     assert {chat(administered, number) for number in range(12)} == {"mini", "mini@int4"}
     rows = page.locator(".arms tbody tr")
     requests = rows.filter(has_text="requests").locator("td")
@@ -251,8 +251,8 @@ def test_a_canary_is_started_watched_and_rolled_back_in_the_lab(
     page.fill("#end-reason", "tried enough")
     page.click("#end-do")
     page.wait_for_selector(".phase.rolled_back")
-    assert "Rolled back by ops" in page.locator(".why").inner_text()
-    assert "tried enough" in page.locator(".why").inner_text()
+    assert "Rolled back by ops" in page.locator("#canaries .why").inner_text()
+    assert "tried enough" in page.locator("#canaries .why").inner_text()
     assert "rolled back" in page.locator("#announce").text_content()
     assert {chat(administered, number) for number in range(6)} == {"mini"}
     page.set_viewport_size({"width": 375, "height": 740})

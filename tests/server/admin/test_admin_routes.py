@@ -55,6 +55,8 @@ PATHS = (
     ("GET", "shadows/trial"),
     ("GET", "quality"),
     ("GET", "drift"),
+    ("GET", "lab"),
+    ("GET", "cache/trial"),
     ("GET", "hard-cases"),
     ("GET", "canary"),
     ("POST", "canary"),
@@ -68,7 +70,19 @@ PATHS = (
     ("POST", "workers/drain"),
 )
 # What a server without keys shows to its own machine.
-OPEN_HERE = ("live", "latency", "history", "feedback", "shadows", "quality", "drift", "canary", "requests/")
+OPEN_HERE = (
+    "live",
+    "latency",
+    "history",
+    "feedback",
+    "shadows",
+    "quality",
+    "drift",
+    "lab",
+    "cache/trial",
+    "canary",
+    "requests/",
+)
 
 
 class Usage:
