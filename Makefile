@@ -18,7 +18,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge docs train train-toy clean
+.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge docs wheel train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-serve measure the server against other CPU servers (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make bench-edge measure the server's overhead (ARGS='--quick'); see benchmarks/README.md"
 	@echo "make docs       build the documentation site into build/docs"
+	@echo "make wheel      build a wheel for this platform into dist"
 	@echo "make train      train the bundled models from scratch: hours on a CPU (ARGS='--tokens 40000000'); see training/README.md"
 	@echo "make train-toy  run the same recipe on a toy model, in about a minute"
 	@echo "make clean      remove .venv and build"
@@ -68,6 +69,9 @@ $(STAMPS)/docs: $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/fuzz: $(STAMPS)/venv pyproject.toml
 	$(call install,project["dependency-groups"]["fuzz"])
+
+$(STAMPS)/wheel: $(STAMPS)/venv pyproject.toml
+	$(call install,project["dependency-groups"]["wheel"])
 
 $(STAMPS)/torch: $(STAMPS)/venv
 	@echo "pip install: $(TORCH)"
@@ -108,7 +112,7 @@ services:
 	@sh tests/services.sh
 
 test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder $(STAMPS)/chat-model
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS)
 
 # -S disables the editable install's import hook, so that the tests import the sanitized build. The sanitizer must be
 # loaded before Python, together with libstdc++, or the first C++ exception finds no real __cxa_throw.
@@ -153,6 +157,14 @@ bench-edge: $(STAMPS)/core $(STAMPS)/bench
 # The static site; a broken link fails the build.
 docs: $(STAMPS)/docs
 	@$(BIN)/python docs/build.py
+
+# One wheel for every processor of this platform: the core chooses its instruction set when it starts. auditwheel names the
+# oldest C library that it runs with.
+wheel: $(STAMPS)/build $(STAMPS)/runtime $(STAMPS)/wheel
+	@rm -rf build/wheel
+	@$(BIN)/python -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@ls dist
 
 # After an interruption it resumes from its last checkpoint in build/training.
 train: $(STAMPS)/core $(STAMPS)/test

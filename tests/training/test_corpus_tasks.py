@@ -22,7 +22,7 @@ from training.corpus.tools import TOOLS
 from training.corpus.values import NUMBER_WORDS
 
 MODULES = (reading, extraction, tools, triage, arithmetic)
-SOME = 1200
+SOME = 500
 
 
 def seen_by_the_model(tools: tuple[JSON, ...], turns: tuple[Turn, ...]) -> str:
@@ -52,8 +52,8 @@ def test_every_task_has_300_questions_with_keys_of_their_own(module: ModuleType)
 
 def test_questions_and_conversations_are_the_same_each_time(module: ModuleType):
     assert module.questions() == module.questions()
-    assert list(module.conversations(Random(5), 200)) == list(module.conversations(Random(5), 200))
-    assert list(module.conversations(Random(5), 200)) != list(module.conversations(Random(6), 200))
+    assert list(module.conversations(Random(5), 80)) == list(module.conversations(Random(5), 80))
+    assert list(module.conversations(Random(5), 80)) != list(module.conversations(Random(6), 80))
 
 
 def test_the_expected_answers_are_right_by_their_own_metric(module: ModuleType):
@@ -65,7 +65,7 @@ def test_nothing_held_out_is_in_training(module: ModuleType):
     questions = module.questions()
     held_out = {question.key for question in questions}
     asked = {seen_by_the_model(question.tools, question.turns) for question in questions}
-    for conversation in module.conversations(Random(1), 3_000):
+    for conversation in module.conversations(Random(1), 1_200):
         assert conversation.key not in held_out
         assert not is_held_out(conversation.key)
         for place, turn in enumerate(conversation.turns):
@@ -214,7 +214,7 @@ def test_the_longer_duration_is_named():
             right = options[lengths.index((max if word[1] == "longer" else min)(lengths))]
             assert answer.endswith(f"so {right} is {word[1]}."), (question, answer)
         compared += 1
-    assert compared > 100
+    assert compared > 40
 
 
 # Reading
@@ -408,7 +408,7 @@ def test_labels_and_priorities_are_those_that_the_prompt_states():
         assert answer["label"] in labels[1].split(", ")
         assert re.search(rf"\b{answer['priority']}\b", rules[1])
         others += answer["label"] == triage.OTHER
-    assert others > 100
+    assert others > 40
 
 
 def test_the_priority_follows_from_the_reach():

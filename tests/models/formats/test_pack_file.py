@@ -182,7 +182,7 @@ def open_all(path: Path) -> None:
         file.data(name).sum()
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.pack"
@@ -194,7 +194,7 @@ def test_a_damaged_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFact
     open_all(path)
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(footer=st.binary(max_size=120), body=st.integers(0, 3))
 def test_any_signed_footer_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, footer: bytes, body: int
@@ -226,7 +226,7 @@ footers = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(footer=footers)
 def test_a_well_formed_footer_of_nonsense_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, footer: dict[str, Any]

@@ -228,7 +228,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(content=st.binary(max_size=200), length=st.none() | st.integers(0, 300))
 def test_random_bytes_are_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, length: int | None
@@ -238,7 +238,7 @@ def test_random_bytes_are_refused_or_read(
     open_all(path)
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, valid: bytes, data: st.DataObject
@@ -263,7 +263,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=500)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(header=st.dictionaries(st.text(max_size=3), entries, max_size=3), length=st.integers(0, 64))
 def test_a_well_formed_header_of_nonsense_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], length: int

@@ -17,16 +17,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from headrace.engine.grammar.compilation import Compilation, CompilationJob, Compiled
 from headrace.engine.grammar.grammar_state import CompiledGrammar, GrammarError, GrammarState, Mask, failure_reason
 from headrace.engine.grammar.token_vocabulary import Vocabulary
 from headrace.engine.grammar.triggered_state import TriggeredGrammar
@@ -58,9 +58,9 @@ class GrammarCompiler:
         self._words = -(-tokenizer.vocab_size // 32)
         self._lock = threading.Lock()
         self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
-        self._known: OrderedDict[tuple[str, Grammar], Future[_Compiled]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Grammar], CompilationJob] = OrderedDict()
         self._known_bytes = 0
-        self._unfinished: list[Future[_Compiled]] = []
+        self._unfinished: list[CompilationJob] = []
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="headrace-grammar", initializer=_give_way)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
         self._executor = LLExecutor(threads)
@@ -75,12 +75,12 @@ class GrammarCompiler:
         known = self._known.get(key)
         if known is None:
             grammar_source(grammar, limits)
-            self._unfinished = [future for future in self._unfinished if not future.done()]
+            self._unfinished = [job for job in self._unfinished if not job.future.done()]
             if len(self._unfinished) >= limits.compiling:
                 raise RequestError(
                     f"{limits.compiling} grammars are being compiled already. Try again.", parameter="grammar"
                 )
-            known = self._known[key] = self._compilers.submit(self._compile, grammar)
+            known = self._known[key] = CompilationJob(self._compilers, partial(self._compile, grammar))
             self._unfinished.append(known)
             self._known_bytes += grammar.size
             while len(self._known) > 1 and (len(self._known) > limits.kept or self._known_bytes > limits.kept_bytes):
@@ -146,7 +146,7 @@ class GrammarCompiler:
                 self._vocabulary = vocabulary, vocabulary.for_llguidance()
             return self._vocabulary
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
+    def _compile(self, grammar: Grammar) -> Compiled:
         compiled: CompiledGrammar | None = None
         vocabulary: Vocabulary | None = None
         try:
@@ -255,32 +255,6 @@ class GrammarCompiler:
         return found
 
 
-_Compiled = CompiledGrammar | TriggeredGrammar
-
-
-class Compilation:
-    """A grammar being compiled."""
-
-    def __init__(self, future: Future[_Compiled], seconds: float) -> None:
-        self._future = future
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-
-    def done(self) -> bool:
-        """True if `result` returns or raises at once."""
-        return self._future.done() or time.monotonic() >= self._until
-
-    def result(self) -> GrammarState:
-        """Wait for the compilation. Raise RequestError if the grammar is wrong or takes too long."""
-        try:
-            compiled = self._future.result(max(0.0, self._until - time.monotonic()))
-        except TimeoutError:
-            raise RequestError(
-                f"The grammar takes longer than {self._seconds:g} s to compile.", parameter="grammar"
-            ) from None
-        return compiled.state()
-
-
 class Masks:
     """A step's masks, being computed."""
 
@@ -313,4 +287,5 @@ def _check_beginning(compiled: LLMatcher, ends: Sequence[int]) -> None:
 def _give_way() -> None:
     """Lower the thread's priority, so that a slow compilation does not take the processor from the steps."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 10))

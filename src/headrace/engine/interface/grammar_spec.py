@@ -63,7 +63,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     text_bytes: int = 128 * 1024  # 128 KiB; compiled, a text may take 400 times its length
     depth: int = 64  # of nested JSON
     values: int = 50_000  # in JSON: numbers, strings, lists and objects all count
-    compile_seconds: float = 5.0
+    compile_seconds: float = 5.0  # of processor time
     compiling: int = 16  # at once, those waiting for a thread included
     kept: int = 32  # compiled grammars in the cache
     kept_bytes: int = 1024 * 1024  # 1 MiB of source text in the cache
