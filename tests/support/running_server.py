@@ -88,10 +88,10 @@ def say(stream: OutputStream, text: str, *, end: bool = False, finish: FinishRea
     stream.push(SequenceOutput("", 0, [1], text, ending=ending))
 
 
-def words(*texts: str) -> Callable[[OutputStream], None]:
+def words(*texts: str, finish: FinishReason = FinishReason.STOP) -> Callable[[OutputStream], None]:
     def answer(stream: OutputStream) -> None:
         for place, text in enumerate(texts):
-            say(stream, text, end=place == len(texts) - 1)
+            say(stream, text, end=place == len(texts) - 1, finish=finish)
 
     return answer
 

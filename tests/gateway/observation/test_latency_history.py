@@ -166,3 +166,18 @@ async def test_an_idle_server_writes_nothing(tmp_path: Path) -> None:
     await process.history.flush()
     assert await process.database.run(lambda connection: connection.total_changes) == changes
     await process.database.close()
+
+
+@asynchronous
+async def test_hours_that_were_stored_without_a_profile_are_still_read(tmp_path: Path) -> None:
+    process = Process(tmp_path, Clock(NOON), Clock(100.0))
+    process.answer()
+    await process.history.flush()
+
+    def forget_profile(connection: sqlite3.Connection) -> None:
+        connection.execute("""UPDATE latency_hours SET slice = replace(slice, ',"standard"', '')""")
+
+    await process.database.run(forget_profile)
+    (hour,) = await process.history.hours(int(NOON), int(NOON) + 3600)
+    await process.database.close()
+    assert hour.slice == Slice("mini", "chat", "-", "/v1/x", "<=128", "direct", "standard")

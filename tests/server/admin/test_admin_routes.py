@@ -49,6 +49,7 @@ PATHS = (
     ("GET", "live"),
     ("GET", "live/events"),
     ("GET", "latency"),
+    ("GET", "lengths"),
     ("GET", "history"),
     ("GET", "feedback"),
     ("GET", "shadows"),
@@ -73,6 +74,7 @@ PATHS = (
 OPEN_HERE = (
     "live",
     "latency",
+    "lengths",
     "history",
     "feedback",
     "shadows",

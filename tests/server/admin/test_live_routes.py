@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from headrace.cli import main
+from headrace.config import SurfaceConfig
 from headrace.config.ledger_section import PriceConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
+from headrace.engine.interface.request import FinishReason
 from headrace.server.admin.live_snapshot import LiveSnapshot
 from tests.support.accounts import bearer
 from tests.support.admin_server import ROOT, administered
@@ -103,6 +109,42 @@ async def test_any_slice_of_the_traffic_has_percentiles(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_lengths_tell_what_ended_answers_and_who_limited_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    surfaces = {"chat": SurfaceConfig(max_tokens=2)}
+    async with administered(tmp_path, surfaces=surfaces) as server:
+        server.engine.answer = words("a ", "b ", finish=FinishReason.LENGTH)
+        await server.chat("caller-secret")
+        await server.chat("caller-secret", max_tokens=2)
+        server.engine.answer = words("a ")
+        await server.chat("caller-secret")
+        found = await server.did("GET", "lengths")
+        (chat,) = found["data"]
+        assert (chat["surface"], chat["answers"], chat["default_tokens"], chat["advice"]) == ("chat", 3, 2, "")
+        assert (chat["endings"], chat["mean_tokens"]) == ({"length": 0.6667, "stop": 0.3333}, 1.7)
+        assert (chat["without_max_tokens"], chat["without_max_tokens_cut_share"]) == (2, 0.5)
+        (red,) = (await server.did("GET", "lengths?by=tenant&window=recent"))["data"]
+        assert (red["tenant"], red["answers"]) == ("red", 3)
+        assert await server.refused("GET", "lengths?by=colour") == (400, None, "by")
+        arguments = ["admin", "lengths", "--by", "surface,tenant", "--url", server.url]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HEADRACE_ADMIN_KEY", ROOT)
+            assert await asyncio.to_thread(main, arguments) == 0
+        assert "66.7 %" in capsys.readouterr().out
+
+
+@asynchronous
+async def test_latencies_are_kept_apart_by_profile(tmp_path: Path) -> None:
+    async with administered(tmp_path) as server:
+        server.engine.answer = words("a ")
+        for profile in ("standard", "fast", "fast"):
+            await server.chat("caller-secret", profile=profile)
+        found = await server.did("GET", "latency?by=profile")
+        assert {row["profile"]: row["requests"] for row in found["data"]} == {"fast": 2, "standard": 1}
+
+
+@asynchronous
 async def test_requests_for_other_things_do_not_count_as_traffic(tmp_path: Path) -> None:
     async with administered(tmp_path) as server:
         await server.did("GET", "live")
@@ -113,7 +155,7 @@ async def test_requests_for_other_things_do_not_count_as_traffic(tmp_path: Path)
 @asynchronous
 async def test_without_keys_this_machine_may_look_and_change_nothing(tmp_path: Path) -> None:
     async with administered(tmp_path, keys=()) as running:
-        for path in ("live", "latency", "history", "feedback"):
+        for path in ("live", "latency", "lengths", "history", "feedback"):
             assert (await running.ask("GET", f"/admin/v1/{path}")).status == 200, path
         for method, path in (("GET", "tenants"), ("PUT", "fast"), ("GET", "usage")):
             assert (await running.ask(method, f"/admin/v1/{path}")).status == 404, path

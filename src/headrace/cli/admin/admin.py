@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from headrace.cli.admin import admin_pins, admin_trial, admin_workers
+from headrace.cli.admin import admin_lengths, admin_pins, admin_trial, admin_workers
 from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
 from headrace.cli.admin.admin_output import (
     print_budgets,
@@ -48,6 +48,7 @@ admin = App(
 admin_pins.add_commands(admin)
 admin_workers.add_commands(admin)
 admin_trial.add_commands(admin)
+admin_lengths.add_commands(admin)
 
 
 # Arguments

@@ -17,6 +17,7 @@ from headrace.bench.results.formatting import clean, milliseconds, number, three
 from headrace.cli.report.budget_forecast import Forecast
 from headrace.cli.report.changes import CONFIDENCE, Change
 from headrace.cli.report.lab_sections import drift_section, semantic_section
+from headrace.cli.report.length_section import length_section
 from headrace.cli.report.weeks import DAY, HOUR, Key, Span
 from headrace.observe.latency.latency_book import Row
 
@@ -57,6 +58,7 @@ def report_html(report: Report) -> str:
         section("Traffic and latency", _charts(report), charts=True),
         section("Where the time went", _stages(before, after)),
         section("Costs", _costs(report)),
+        section("Answer lengths", length_section(report.before, report.after)),
         section("Caches", _caches(before, after, report.currency)),
         section("The semantic cache on trial", semantic_section(report.semantic)),
         section("Budgets", _budgets(report)),

@@ -13,6 +13,7 @@ def identify(state: FlowState) -> None:
     text_request = exchange.text_request
     surface = choose_surface(exchange.caller, text_request.surface, exchange.served.surface)
     exchange.surface = surface
+    exchange.set_max_tokens = text_request.max_tokens is not None
     if text_request.surface != surface:
         exchange.text_request = text_request = text_request.but(surface=surface)
     usual = services.answer_tokens.get(surface)

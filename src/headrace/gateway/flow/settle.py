@@ -36,6 +36,7 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
     is_whole = _has_all_choices(state) and error is None
     _complete_usage(state, origin)
     state.outcome = outcome = _outcome(state, error, origin, is_whole=is_whole)
+    state.exchange.ended = outcome.label
     _settle_limits(state, outcome)
     if error is not None and not _sent_tokens(state):  # what fails before anything was sent costs nothing
         charged = Outcome(Origin.NONE, outcome.ending, outcome.label)

@@ -172,7 +172,7 @@ def _encode(slice: Slice) -> str:
 
 
 def _decode(text: str) -> Slice:
-    return Slice(*msgspec.json.decode(text, type=tuple[str, str, str, str, str, str]))
+    return Slice(*msgspec.json.decode(text, type=list[str]))  # older ones have no profile
 
 
 def packed(row: Row) -> bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.ledger.prices import PriceBook, microseconds
 from headrace.gateway.requests.text_request import TokenUsage
+from headrace.gateway.routing.composite_answerer import choice_count
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
+from headrace.observe.latency.answer_lengths import length_key
 from headrace.observe.latency.latency_book import RequestSample, Slice, length_bucket
 from headrace.observe.traces.timeline import Timeline
 
@@ -35,6 +37,7 @@ def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> 
             exchange.endpoint or "-",
             length_bucket(exchange.prompt_tokens),
             exchange.route,
+            exchange.text_request.profile,
         ),
         seconds=seconds,
         gaps=exchange.gaps,
@@ -42,6 +45,10 @@ def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> 
         failed=error is not None and error.status >= 500,
     )
     _add_usage(sample, exchange, prices)
+    if error is None and usage.output_tokens and not exchange.answered_by:
+        ending = "gone" if exchange.ended == "gone" else exchange.cut_by or exchange.finish
+        sample.ending = length_key(ending or "stop", set_by_client=exchange.set_max_tokens)
+        sample.answer_tokens = usage.output_tokens / choice_count(exchange.text_request)
     return sample
 
 

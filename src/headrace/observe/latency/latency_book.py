@@ -32,6 +32,7 @@ class Slice(NamedTuple):
     endpoint: str
     length: str  # bucket of the prompt's tokens
     route: str  # how it was routed, or the cache that answered
+    profile: str = "standard"  # that the request chose
 
 
 DIMENSIONS: Final = Slice._fields
@@ -64,6 +65,8 @@ class RequestSample(msgspec.Struct):
     cache: str = ""  # that answered
     saved_s: float = 0.0
     saved_micros: int = 0
+    ending: str = ""  # of a generated answer, and who limited its length, as answer_lengths writes it
+    answer_tokens: float = 0.0  # of one of its choices
 
 
 class Row(msgspec.Struct):
@@ -82,6 +85,7 @@ class Row(msgspec.Struct):
     saved: dict[str, list[float]] = {}  # requests, seconds and micros, by cache
     stages: dict[str, float] = {}  # seconds
     sketches: dict[str, Sketch] = {}
+    lengths: dict[str, Sketch] = {}  # tokens of generated answers, by ending
 
     def add(self, sample: RequestSample) -> None:
         self.requests += 1
@@ -111,6 +115,10 @@ class Row(msgspec.Struct):
             saved[0] += 1
             saved[1] += sample.saved_s
             saved[2] += sample.saved_micros
+        if sample.ending:
+            if sample.ending not in self.lengths:
+                self.lengths[sample.ending] = Sketch()
+            self.lengths[sample.ending].add(sample.answer_tokens)
 
     def merge(self, other: Row) -> None:
         for name in _SUMS:
@@ -119,6 +127,8 @@ class Row(msgspec.Struct):
             self.stages[name] = self.stages.get(name, 0.0) + seconds
         for name, sketch in other.sketches.items():
             self.sketches.setdefault(name, Sketch()).merge(sketch)
+        for ending, sketch in other.lengths.items():
+            self.lengths.setdefault(ending, Sketch()).merge(sketch)
         for cache, amounts in other.saved.items():
             saved = self.saved.setdefault(cache, [0, 0.0, 0])
             self.saved[cache] = [one + more for one, more in zip(saved, amounts, strict=True)]
@@ -134,8 +144,13 @@ class Row(msgspec.Struct):
 
     def pack(self) -> dict[str, Any]:
         sketches = {name: sketch.pack() for name, sketch in self.sketches.items()}
-        return {**{name: getattr(self, name) for name in _SUMS}, "stages": self.stages, "saved": self.saved} | {
-            "sketches": sketches
+        lengths = {ending: sketch.pack() for ending, sketch in self.lengths.items()}
+        return {
+            **{name: getattr(self, name) for name in _SUMS},
+            "stages": self.stages,
+            "saved": self.saved,
+            "sketches": sketches,
+            "lengths": lengths,
         }
 
     @classmethod
@@ -143,6 +158,8 @@ class Row(msgspec.Struct):
         row = cls(**{name: packed[name] for name in _SUMS})
         row.stages, row.saved = dict(packed["stages"]), {name: list(each) for name, each in packed["saved"].items()}
         row.sketches = {name: Sketch.unpack(each) for name, each in packed["sketches"].items()}
+        # Hours that were stored before lengths were counted have none.
+        row.lengths = {ending: Sketch.unpack(each) for ending, each in packed.get("lengths", {}).items()}
         return row
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.observe.latency.answer_lengths import AnswerLengths
 from headrace.observe.latency.latency_book import DIMENSIONS, group
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
@@ -66,9 +67,7 @@ def routes(administration: Administration, context: EndpointContext) -> tuple[Ro
         parameters = tables.query(
             call, {"by": str, "window": Literal["recent", "total"], **dict.fromkeys(DIMENSIONS, str)}
         )
-        by = [name for name in parameters.pop("by", "").split(",") if name]
-        if unknown := [name for name in by if name not in DIMENSIONS]:
-            raise invalid_request(f"Unknown dimension '{unknown[0][:100]}'. Expected {', '.join(DIMENSIONS)}.", "by")
+        by = _dimensions(parameters.pop("by", ""))
         window = parameters.pop("window", "recent")
         rows = [
             (slice, row)
@@ -79,11 +78,29 @@ def routes(administration: Administration, context: EndpointContext) -> tuple[Ro
         data = [{**dict(zip(by, key, strict=True)), **row_json(row)} for key, row in found]
         return {"object": "list", "window": window, "data": data}
 
+    async def lengths(call: ApiCall) -> dict[str, Any]:
+        parameters = tables.query(call, {"by": str, "window": Literal["recent", "total"]})
+        by = _dimensions(parameters.get("by", "surface"))
+        window = parameters.get("window", "total")
+        rows = latencies.window(WINDOW_S) if window == "recent" else latencies.total()
+        found = [(key, AnswerLengths(row)) for key, row in group(rows, by).items() if row.lengths]
+        found.sort(key=lambda each: -each[1].count())
+        defaults = context.services.answer_tokens
+        data: list[dict[str, Any]] = []
+        for key, each in found:
+            entry = {**dict(zip(by, key, strict=True)), **each.as_json()}
+            if by == ["surface"]:
+                entry["default_tokens"] = defaults.get(key[0])
+                entry["advice"] = each.advice(key[0], defaults.get(key[0]))
+            data.append(entry)
+        return {"object": "list", "window": window, "by": by, "data": data}
+
     route = functools.partial(administration.route, open_here=True)
     return (
         route("GET", "/admin/v1/live", snapshot, "Show the state of the running server."),
         route("GET", "/admin/v1/live/events", events, "Follow the state of the running server, each second."),
         route("GET", "/admin/v1/latency", latency, "Show percentiles and costs of any slice of the traffic."),
+        route("GET", "/admin/v1/lengths", lengths, "Show how long answers are and what ends them."),
         route(
             "GET",
             "/admin/v1/requests/{request}",
@@ -91,3 +108,10 @@ def routes(administration: Administration, context: EndpointContext) -> tuple[Ro
             "Show where the time of a recent request of any tenant went.",
         ),
     )
+
+
+def _dimensions(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in DIMENSIONS]:
+        raise invalid_request(f"Unknown dimension '{unknown[0][:100]}'. Expected {', '.join(DIMENSIONS)}.", "by")
+    return list(dict.fromkeys(names))
