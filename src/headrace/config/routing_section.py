@@ -112,6 +112,7 @@ class ShadowConfig(Section, frozen=True):
 
     variant: Text  # that answers the copies
     of: tuple[Text, ...] = ()  # variants whose requests are copied; empty: all others
+    profile: Literal["standard", "fast"] = "standard"  # of the copies; fast: standard requests answered in fast
     share: Share = 0.01  # of requests to copy, 0 to 1
     tenants: tuple[Text, ...] = ()  # whose requests are copied; "-": requests without one; empty: all
     judge: Literal["served", "shadow"] = "served"  # whose response is the reference; shadow: a double-check of quality

@@ -26,6 +26,7 @@ from headrace.server.api import (
     messages,
     metered_endpoint,
     model_endpoints,
+    model_options,
     request_endpoints,
     tokenize,
 )
@@ -55,6 +56,7 @@ def all_routes(
         *ollama_endpoints.routes(context),
         *metered_endpoint.routes(context),
         *tokenize.routes(context),
+        *model_options.routes(context, lab.faster),
         *model_endpoints.routes(context),
         *capacity_endpoint.routes(context),
         *status_endpoints.routes(context),

@@ -59,6 +59,8 @@ class Services(msgspec.Struct, kw_only=True):
     keeper: ObservationKeeper | None = None  # None: another process of this server stores what was observed
     pipelines: PipelineHost | None = None
     answer_tokens: Mapping[str, int] = {}  # by surface, of requests that set no max_tokens
+    # The measured price of a faster option of a variant, in short; None in front processes.
+    option_note: Callable[[str, str], dict[str, Any] | None] | None = None
 
     @property
     def caches(self) -> Mapping[str, ExactCache | SemanticCache | ResultCache]:

@@ -51,6 +51,7 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
         state.exchange.notes["degraded"] = list(steps)
     _note_route(state)
     _note_golden(state)
+    _note_option(state)
     _finish_observed(state, outcome, error)
     state.exchange.timeline.enter("post")
 
@@ -64,6 +65,15 @@ def _note_golden(state: FlowState) -> None:
         check, instead_of, variant = found
         state.exchange.notes["golden"] = {"check": check, "instead_of": instead_of, "variant": variant}
         metrics.of(metrics.golden, instead_of, check).inc()
+
+
+def _note_option(state: FlowState) -> None:
+    """Tell the client what the fast profile that it chose costs and gains, as far as that was measured."""
+    exchange, note = state.exchange, state.services.option_note
+    if note is None or exchange.text_request.profile != "fast" or exchange.answered_by:
+        return
+    if (price := note(exchange.served.name, "fast")) is not None:
+        exchange.notes["option"] = price
 
 
 def _finish_observed(state: FlowState, outcome: Outcome, error: ApiError | None) -> None:

@@ -84,7 +84,7 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", shadow.variant, variants, f"{here}.variant")
         for place, variant in enumerate(shadow.of):
             yield from _known("variant", variant, variants, f"{here}.of[{place}]")
-        if shadow.of == (shadow.variant,):
+        if shadow.of == (shadow.variant,) and shadow.profile == "standard":
             yield f"{here}.of", "expected a variant other than `variant`"
     yield from config.breaker.check(f"{where}.breaker")
 

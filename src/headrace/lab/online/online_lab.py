@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
@@ -15,8 +16,10 @@ from headrace.lab.online.answer_difference import AnswerText, Similarity
 from headrace.lab.online.canaries import Canaries
 from headrace.lab.online.canary_operations import CanaryOperations
 from headrace.lab.online.drift_watch import DriftWatch
+from headrace.lab.online.faster_options import FasterOptions
 from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.lab_store import LabStore
+from headrace.lab.online.option_quality import OptionQuality
 from headrace.lab.online.semantic_trial import SemanticTrial
 from headrace.lab.online.shadows import RouteQuality, Shadow
 from headrace.lab.recording.redaction import Redactor
@@ -34,6 +37,7 @@ class OnlineLab:
         hard_cases: HardCases | None = None,
         drift: DriftWatch | None = None,
         semantic: SemanticTrial | None = None,
+        faster: FasterOptions | None = None,
     ) -> None:
         """`canaries`: None in a front process, which relays calls about them."""
         self.shadows = shadows or {}
@@ -41,6 +45,7 @@ class OnlineLab:
         self.hard_cases = hard_cases  # None: none are kept
         self.drift = drift  # None: nothing is watched
         self.semantic = semantic  # None: there is no semantic cache
+        self.faster = faster
 
     @classmethod
     def from_config(
@@ -60,6 +65,7 @@ class OnlineLab:
                 generate,
                 similarity,
                 judged=judged if each.judge == "shadow" else None,
+                fast=config.profiles.fast,
             )
             for name, each in config.routing.shadows.items()
         }
@@ -83,7 +89,11 @@ class OnlineLab:
         if services.semantic is not None:
             semantic = SemanticTrial(store, delta=services.semantic.config.delta)
             services.semantic.compared = semantic.take
-        return cls(shadows, canaries, hard_cases, drift, semantic)
+        gates = None if config.safety.gates is None else Path(config.safety.gates).expanduser()
+        quality = OptionQuality(gates, canaries, shadows)
+        faster = FasterOptions(config, services.observer.latencies, quality)
+        services.option_note = faster.note
+        return cls(shadows, canaries, hard_cases, drift, semantic, faster)
 
     @property
     def observers(self) -> tuple[AnswerObserver, ...]:

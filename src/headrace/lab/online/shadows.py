@@ -1,5 +1,6 @@
 """Shadows: a share of served requests is answered once more by another variant, and the differences are summed up.
 
+With `profile = "fast"` the copies are answered in the fast profile, by the same variant or another.
 With `judge = "served"` the shadow is on trial. With `judge = "shadow"` it is a double-check: the shadow's variant is
 the better one, and how far served answers agree with it is the quality of the route that served them.
 """
@@ -15,7 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from headrace.config.routing_section import ShadowConfig
+from headrace.config.shaping_section import ProfileConfig
 from headrace.gateway.accounts.access import allows_model
+from headrace.gateway.degradation.shaping.fast_profile import apply_fast_profile
 from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
@@ -44,9 +47,10 @@ class Shadow:
         similarity: Similarity,
         *,
         judged: Judged | None = None,
+        fast: ProfileConfig | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`served`: the variant that answers the copies."""
+        """`served`: the variant that answers the copies. `fast`: the fast profile."""
         self.name = name
         self.config = config
         self.total = DifferenceSummary()
@@ -55,6 +59,7 @@ class Shadow:
         self._served = served
         self._similarity = similarity
         self._judged = judged
+        self._fast = fast
         self._variants = frozenset(config.of)
         self._tenants = frozenset(config.tenants)
         self._limit = round(config.share * BUCKETS)
@@ -66,9 +71,22 @@ class Shadow:
         )
         self.copies = BackgroundCopies(bounds, generate, count=self._count, wall=wall)
 
+    @property
+    def variant(self) -> str:
+        return self._served.name
+
+    @property
+    def profile(self) -> str:
+        return self.config.profile
+
     def wants(self, exchange: Exchange, plan: RoutePlan) -> bool:
         variant = self._served.name
-        if exchange.surface == SURFACE or variant in (plan.variant, plan.small):
+        if exchange.surface == SURFACE:
+            return False
+        if self.profile == "fast":
+            if exchange.text_request.profile != "standard":
+                return False
+        elif variant in (plan.variant, plan.small):
             return False
         if self._variants and plan.variant not in self._variants and plan.small not in self._variants:
             return False
@@ -82,8 +100,14 @@ class Shadow:
             return
         if self._variants and exchange.served.name not in self._variants:
             return  # a fallback or a cascade's other model has answered
-        if exchange.served.name == self._served.name or (copy := Copy.of(exchange)) is None:
+        if exchange.served.name == self._served.name and self.profile == "standard":
             return
+        if (copy := Copy.of(exchange)) is None:
+            return
+        if self.profile == "fast":
+            can_reason = self._served.reasoning is not None
+            faster, _ = apply_fast_profile(copy.text_request, self._fast, can_reason=can_reason)
+            copy = msgspec.structs.replace(copy, text_request=faster.but(profile="fast"))
         answer = served_text(exchange, list(finished.choices))
         self.copies.submit(partial(self._compare, copy, finished, answer))
 
@@ -119,6 +143,7 @@ class Shadow:
             "name": self.name,
             "variant": self._served.name,
             "of": list(config.of),
+            "profile": config.profile,
             "share": config.share,
             "judge": config.judge,
             "waiting": copies.waiting,

@@ -47,7 +47,7 @@
       stream: true,
       stream_options: { include_usage: true },
     };
-    for (const name of ["surface", "cache"]) if (by(name).value) body[name] = by(name).value;
+    for (const name of ["surface", "cache", "profile"]) if (by(name).value) body[name] = by(name).value;
     const given = sources();
     if (given.length) body.sources = given;
     const functions = tools();
@@ -70,6 +70,25 @@
     panes[1].root.hidden = !two;
     by("panes").classList.toggle("two", two);
     for (const pane of panes) pane.title.textContent = pane.select.value;
+  };
+
+  // What may be chosen instead of the first model, with what was measured of it.
+  const showOptions = async () => {
+    const model = panes[0].select.value;
+    if (!by("options").open || !model) return;
+    let items;
+    try {
+      const { data } = await headrace.request("/v1/models/" + encodeURI(model) + "/options");
+      items = data.map((option) => [option.option + " (" + option.kind + ")", option.summary]);
+    } catch (error) {
+      items = [["Not known", error.message]];
+    }
+    if (panes[0].select.value !== model) return;
+    by("option-list").replaceChildren(...items.map(([name, text]) => {
+      const item = element("li");
+      item.append(element("strong", "", name), ": " + text);
+      return item;
+    }));
   };
 
   const loadModels = async () => {
@@ -275,6 +294,8 @@
   });
   by("settings").addEventListener("submit", (event) => event.preventDefault());
   by("settings").addEventListener("input", () => { showPanes(); showSnippet(); });
+  by("options").addEventListener("toggle", showOptions);
+  panes[0].select.addEventListener("input", showOptions);
   by("message").addEventListener("input", showSnippet);
   for (const name of ["curl", "python"]) by("tab-" + name).addEventListener("click", () => { language = name; showSnippet(); });
   by("copy").addEventListener("click", async () => {
