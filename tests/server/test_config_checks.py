@@ -44,6 +44,8 @@ def test_the_internal_port_is_another_one_and_not_public() -> None:
     assert findings(internal_port=8000) == ["server.internal_port"]
     assert findings(internal_port=9400) == []
     assert findings(internal_port=0, port=0) == []
+    assert findings(grpc_port=8000) == findings(grpc_port=9400, internal_port=9400) == ["server.grpc_port"]
+    assert findings(grpc_port=9500, internal_port=9400) == []
     assert findings(KEYS, internal_port=9400, internal_host="0.0.0.0") == ["server.internal_host"]
     assert findings(KEYS, internal_port=9400, internal_host="0.0.0.0", metrics_need_key=True) == []
 

@@ -147,6 +147,7 @@ class ServerConfig(Section, frozen=True):
     pages: Literal["local", "on", "off"] = "local"
     internal_port: Port | None = None  # serves /metrics, /docs and /openapi.json instead of `port`
     internal_host: Text = "127.0.0.1"  # address of internal_port
+    grpc_port: Port | None = None  # serves gRPC on `host`: see how-to/use-grpc.md
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" allows any
 
 

@@ -215,6 +215,13 @@ def _exposure(config: Config) -> Iterator[Finding]:
             yield f"server.{name}", "expected at least one API key; add one to [[keys]]"
     if server.internal_port and (server.internal_host, server.internal_port) == (server.host, server.port):
         yield "server.internal_port", f"expected another port than server.port, found {server.port} for both"
+    if server.grpc_port:
+        for key, address in (
+            ("port", (server.host, server.port)),
+            ("internal_port", (server.internal_host, server.internal_port)),
+        ):
+            if address == (server.host, server.grpc_port):
+                yield "server.grpc_port", f"expected another port than server.{key}, found {server.grpc_port} for both"
     if not is_loopback(server.internal_host) and not server.metrics_need_key and not server.insecure:
         yield (
             "server.internal_host",

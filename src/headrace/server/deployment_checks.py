@@ -28,6 +28,7 @@ def check_deployment(config: Config, environ: Mapping[str, str]) -> Iterator[Fin
     """Yield the findings of `check_config`, and those of this machine."""
     yield from check_config(config, environ)
     yield from _models(config, environ)
+    yield from _grpc(config)
     yield from _stores(config, environ)
     yield from _storage(config)
 
@@ -110,6 +111,12 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
             f"expected at most {gib(installed)}, the memory of this machine; found {gib(need.total)}: "
             f"{gib(need.weights)} of weights and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens",
         )
+
+
+def _grpc(config: Config) -> Iterator[Finding]:
+    packages = ("grpc", "grpc_health", "grpc_reflection")
+    if config.server.grpc_port is not None and not all(map(importlib.util.find_spec, packages)):
+        yield "server.grpc_port", "this needs the extra grpc: pip install 'headrace[grpc]'"
 
 
 def _stores(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from headrace.observe.logs import configure_log
 from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads
 
 if TYPE_CHECKING:
+    from headrace.server.grpc.grpc_server import GrpcServer
     from headrace.server.processes.front_processes import FrontProcesses
 
 log: Final = structlog.stdlib.get_logger("headrace")
@@ -130,9 +132,21 @@ class Server:
         self.edge = Edge(self.app, bounds)
         internal = App(self.context, routes.internal, host=config.server.internal_host)
         self.internal_edge = None if self.internal_listening is None else Edge(internal, bounds)
+        self.grpc = None if config.server.grpc_port is None else self._make_grpc()
         self._manager = ServiceManager()
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
+
+    def _make_grpc(self) -> GrpcServer:
+        if any(importlib.util.find_spec(each) is None for each in ("grpc", "grpc_health", "grpc_reflection")):
+            raise HeadraceError("server.grpc_port needs the extra grpc. Run pip install 'headrace[grpc]'.")
+        from headrace.server.app import App
+        from headrace.server.grpc import grpc_routes
+        from headrace.server.grpc.grpc_server import GrpcServer
+
+        config, context = self.config.server, self.context
+        app = App(context, grpc_routes.routes(context), host=config.host)
+        return GrpcServer(app, config, is_ready=lambda: context.is_ready and not context.is_draining)
 
     def _make_fronts(self, sockets: Sequence[socket.socket], command: Sequence[str]) -> None:
         if not sockets:
@@ -163,6 +177,8 @@ class Server:
                     await self.fronts.listen(self.edge, self.app)
                 if self.internal_edge is not None and self.internal_listening is not None:
                     await self.internal_edge.listen(self.internal_listening, _BACKLOG)
+                if self.grpc is not None:
+                    await self._start_grpc(self.grpc)
                 starting = asyncio.create_task(self._start())
                 feeding = asyncio.create_task(self._manager.feed_watchdog())
                 if await _first(starting, self._ending):
@@ -176,6 +192,8 @@ class Server:
                     self.edge.drain(seconds, self._hurry),
                     self.durable.background.drain(seconds, self._hurry),
                 ]
+                if self.grpc is not None:
+                    draining.append(self.grpc.drain(seconds, self._hurry))
                 if self.fronts is not None:
                     draining.append(self.fronts.drain(seconds, self._hurry))
                 await asyncio.gather(*draining)
@@ -187,12 +205,21 @@ class Server:
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
                 await self.edge.close()
+                if self.grpc is not None:
+                    await self.grpc.close()
                 if self.internal_edge is not None:  # the metrics stay until the end
                     await self.internal_edge.close()
                 await self._close()
                 self.listening.close()
                 if self.internal_listening is not None:
                     self.internal_listening.close()
+
+    async def _start_grpc(self, grpc: GrpcServer) -> None:
+        try:
+            await grpc.start()
+        except OSError as error:
+            raise AddressError(str(error)) from None
+        log.info("serving gRPC", address=f"{self.config.server.host}:{grpc.port}")
 
     def _log_loading(self, name: str) -> None:
         served = self.fleet.served.get(name)

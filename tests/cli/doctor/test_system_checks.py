@@ -76,7 +76,7 @@ def test_every_extra_of_a_service_is_listed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (found,) = check_extras()
-    assert found.found == "none; not installed: hub, postgres, redis, vector"
+    assert found.found == "none; not installed: grpc, hub, postgres, redis, vector"
 
 
 def test_a_clock_that_is_behind_fails_and_a_slow_one_is_a_warning(tmp_path: Path) -> None:

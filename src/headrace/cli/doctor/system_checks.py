@@ -26,6 +26,7 @@ from headrace.server.process_settings import open_files_needed
 from headrace.server.server import AddressError, listen
 
 EXTRAS: Final = {  # distribution by extra
+    "grpc": "grpcio",
     "hub": "huggingface-hub",
     "postgres": "asyncpg",
     "redis": "redis",
@@ -55,6 +56,8 @@ def check_ports(config: Config, seconds: float) -> Iterator[CheckResult]:
     yield _port(server.host, server.port, "server.port", seconds)
     if server.internal_port is not None:
         yield _port(server.internal_host, server.internal_port, "server.internal_port", seconds)
+    if server.grpc_port is not None:
+        yield _port(server.host, server.grpc_port, "server.grpc_port", seconds)
 
 
 def _port(host: str, port: int, key: str, seconds: float) -> CheckResult:

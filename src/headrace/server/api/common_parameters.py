@@ -151,9 +151,9 @@ TRUNCATION: Final = Parameter(
     "auto: drops the oldest messages of a conversation that is too long, as overflow: drop does.",
     Literal["auto", "disabled"],
 )
-_HEADER_PREFIX: Final = "x-headrace-"
+HEADER_PREFIX: Final = "x-headrace-"
 _HEADERS: Final = {
-    _HEADER_PREFIX + name.replace("_", "-"): name
+    HEADER_PREFIX + name.replace("_", "-"): name
     for name in ("deadline_ms", "surface", "profile", "priority", "cache", "degrade", "speculate")
 }
 _RESERVED_TEMPLATE_NAMES: Final = ("messages", "tools", "add_generation_prompt")  # the server sets these itself
@@ -262,7 +262,7 @@ def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: Pa
     """Return the parameters with those that came as headers. ApiError for a header that the endpoint does not take."""
     merged = dict(given)
     for header, text in headers.items():
-        if not header.startswith(_HEADER_PREFIX) or header == STRICT_HEADER:
+        if not header.startswith(HEADER_PREFIX) or header == STRICT_HEADER:
             continue
         name = _HEADERS.get(header)
         if name is None or name not in table:

@@ -4,6 +4,7 @@ budgets are metered_evaluation's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,21 +38,28 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
     )
 
 
-def _route(context: EndpointContext, path: str, about: str) -> Route:
+async def evaluate(
+    context: EndpointContext, call: ApiCall, path: str, parameters: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run a call with the parameters of its body. Return the answer, and headers beside it."""
     table, prepare = METERED_CALLS[path]
-    limits = context.config.limits
+    given = with_headers(parameters, call.headers, table)
+    call.timeline.enter("compute")
+    model = given.get("model", "")
+    served = find_model(call.caller, context.services.fleet, model)
+    with context.count_running():
+        prepared = await prepare(served, call.caller, given, context.config.limits)
+        work = run_prepared(context.services, call.caller, prepared, path, model=model)
+        call.charged = True
+        return await call.unless_gone(work)
+
+
+def _route(context: EndpointContext, path: str, about: str) -> Route:
+    table = METERED_CALLS[path].table
 
     async def handler(call: ApiCall) -> None:
         context.admit()
-        given = with_headers(await context.parameters(call, table), call.headers, table)
-        call.timeline.enter("compute")
-        model = given.get("model", "")
-        served = find_model(call.caller, context.services.fleet, model)
-        with context.count_running():
-            prepared = await prepare(served, call.caller, given, limits)
-            work = run_prepared(context.services, call.caller, prepared, path, model=model)
-            call.charged = True
-            result, headers = await call.unless_gone(work)
+        result, headers = await evaluate(context, call, path, await context.parameters(call, table))
         await context.reply(call, Response.json(result, headers=headers))
 
     return Route("POST", path, handler, about, table, reserves=True, lenient=True)

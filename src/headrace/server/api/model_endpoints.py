@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from headrace.gateway.accounts.access import find_model, visible_aliases, visible_models
 from headrace.gateway.api_errors import invalid_request
+from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import ServedVariant
 from headrace.server.api.list_query import anthropic_page, parse_list_query, rfc3339
 from headrace.server.endpoint_context import EndpointContext
@@ -19,15 +20,10 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
     fleet = context.services.fleet
 
     async def list_models(call: ApiCall) -> None:
-        named = {served.name: served for served in visible_models(call.caller, fleet)}
-        named |= visible_aliases(call.caller, fleet)
         if call.errors == ANTHROPIC:
-            await context.reply(call, Response.json(_anthropic_list(call, named)))
+            await context.reply(call, Response.json(_anthropic_list(call, _named(context, call.caller))))
             return
-        data = [_described(name, served) for name, served in named.items()]
-        if context.services.pipelines is not None:
-            data += context.services.pipelines.model_entries(call.caller)
-        await context.reply(call, Response.json({"object": "list", "data": data}))
+        await context.reply(call, Response.json({"object": "list", "data": model_entries(context, call.caller)}))
 
     async def retrieve(call: ApiCall) -> None:
         name = call.params["model"]
@@ -39,6 +35,20 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
         Route("GET", "/v1/models", list_models, "List the models and aliases that the key may use."),
         Route("GET", "/v1/models/{model}", retrieve, "Retrieve one model."),
     )
+
+
+def _named(context: EndpointContext, caller: Caller) -> dict[str, ServedVariant]:
+    """Return the models and aliases that a caller may use, by name."""
+    fleet = context.services.fleet
+    return {served.name: served for served in visible_models(caller, fleet)} | visible_aliases(caller, fleet)
+
+
+def model_entries(context: EndpointContext, caller: Caller) -> list[dict[str, Any]]:
+    """Return the entries of all models, aliases and pipelines that a caller may use."""
+    data = [_described(name, served) for name, served in _named(context, caller).items()]
+    if context.services.pipelines is not None:
+        data += context.services.pipelines.model_entries(caller)
+    return data
 
 
 def _described(name: str, served: ServedVariant) -> dict[str, Any]:
