@@ -1,6 +1,8 @@
 """Compresses a model by every method at 4 and 3 bits and in int8, measures each result, and writes the tables.
 
-    python benchmarks/compression.py [--model FOLDER] [--tokens N] [--calibrate-tokens N] [--out FILE]
+    python benchmarks/compression.py [--model FOLDER] [--tokens N] [--calibrate-tokens N] [--recipes NAMES] [--out FILE]
+
+Recipes whose names begin with half or 2:4 set half of the weights to 0 instead, and keep the others in bf16.
 
 mini calibrates on its own answers to half of the sampled questions and is measured on the other half, and on the pages
 of docs/how-to. Other models calibrate on the bundled text and are measured on those pages.
@@ -24,7 +26,8 @@ from headrace.bench.evaluation.evaluation import EvaluationOptions, evaluate_var
 from headrace.bench.evaluation.evaluation_table import markdown
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compression import compress_model, products_of, scale_type
-from headrace.compress.recipe import GROUPS, Recipe
+from headrace.compress.pruning import PRUNERS
+from headrace.compress.recipe import GROUPS, KEPT, Recipe
 from headrace.models.model_folder import find_model, open_model
 from headrace.variant import Variant
 
@@ -41,6 +44,9 @@ RECIPES: Final = {  # name -> method, bits, symmetric, clip
     "3-gptq": ("gptq", 3, False, True),
     "3-awq": ("awq", 3, False, True),
     "3-awq-gptq": ("awq+gptq", 3, False, True),
+}
+SPARSE: Final = {  # name -> sparsity, pruner
+    f"{name}-{pruner}": (sparsity, pruner) for name, sparsity in (("half", "0.5"), ("2:4", "2:4")) for pruner in PRUNERS
 }
 
 
@@ -79,7 +85,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         took: list[str] = []
         for name in options.recipes.split(","):
-            method, bits, symmetric, clip = RECIPES[name]
+            method, bits, symmetric, clip = RECIPES.get(name, ("rtn", KEPT, True, True))
+            sparsity, pruner = SPARSE.get(name, ("", "magnitude"))
             recipe = Recipe(
                 method=method,
                 bits=dict.fromkeys(names, bits),
@@ -87,11 +94,15 @@ def main() -> None:
                 symmetric=symmetric,
                 clip=clip,
                 scale_type=scale_type(folder),
+                sparsity=sparsity,
+                pruner=pruner,
+                pruned=tuple(names) if sparsity else (),
             )
             begin = seconds()
             print(name, file=sys.stderr)
             out = Path(temporary) / name
-            compress_model(folder, out, sequences, recipe).publish(out)
+            form = "sparse-bitmask" if sparsity else "compressed-tensors"
+            compress_model(folder, out, sequences, recipe, format=form).publish(out)
             took.append(f"{name} {seconds() - begin:.0f}")
         lines[-1] += " " + ", ".join(took) + "."
         variants = [

@@ -11,22 +11,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Final
 
-import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.bench.evaluation.documents import Document, cut, read_prompts, read_text, tokenise
+from headrace.bench.evaluation.documents import Document
 from headrace.bench.evaluation.evaluation import (
-    LEAST_WINDOW,
     EvaluationOptions,
     EvaluationProgress,
     evaluate_variants,
 )
 from headrace.bench.evaluation.evaluation_table import markdown, show
+from headrace.cli.calibration_text import calibration_sequences, read_documents, split_documents
+from headrace.cli.compress_format import check_format, default_format, gguf_recipe, plain_recipe, sparse_recipe
 from headrace.cli.compress_target import parse_target, planned
 from headrace.cli.evaluate import EvaluationBar
-from headrace.compress.calibration import BUNDLED_TEXT, HELD_OUT
-from headrace.compress.compressed_folder import FORMATS, folder_bytes
+from headrace.compress.calibration import BUNDLED_TEXT
+from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.compression import (
     CompressedModel,
     LayerProgress,
@@ -56,6 +56,9 @@ def compress(
     max_kl: float | None = None,
     group: str | None = None,
     symmetric: bool | None = None,
+    block_type: str | None = None,
+    sparsity: str | None = None,
+    pruner: str = "sparsegpt",
     keep: Annotated[list[str] | None, Parameter(negative=())] = None,
     clip: bool = True,
     act_order: bool = True,
@@ -74,15 +77,16 @@ def compress(
 
     Usage: headrace compress path/to/model path/to/smaller --bits 4 --calibrate prompts.jsonl
 
-    Writes a folder that Headrace serves and that other engines read, with the recipe and the measured quality in its
-    README. A command that was killed continues where it was when you repeat it.
+    Writes a folder, or a GGUF file if OUT ends with .gguf, that Headrace serves and that other engines read. The recipe
+    and the measured quality are in its README, or in OUT.md beside a file. A command that was killed continues where it
+    was when you repeat it.
 
     Parameters
     ----------
     model
         Model folder, bundled model (mini, draft) or hub id (owner/name, with the extra `hub`).
     out
-        Folder to write. It must not exist.
+        Folder or .gguf file to write. It must not exist.
     method
         rtn (round to nearest), gptq, awq, awq+gptq, smoothquant (weights and activations in int8), smoothquant+gptq,
         nf4 or nf4+gptq.
@@ -99,15 +103,25 @@ def compress(
         Inputs that share a scale: 128, 64, 32 or channel. Default: the largest that divides every row, or channel for
         smoothquant.
     symmetric
-        Store no zero for each group. Default: only for 8 bits.
+        Store no zero for each group. Default: only for 8 bits. In a GGUF file: Q4_0 for 4 bits.
+    block_type
+        Q8_0, Q6_K, Q4_K, Q4_1 or Q4_0, for a GGUF file. Default: by --bits 8, 6 or 4: Q8_0, Q6_K and Q4_K; where a row
+        is no multiple of 256 weights, Q8_0 and Q4_1.
+    sparsity
+        Set weights of the layers' products to 0: a share such as 0.5, or 2:4 for two of every four neighbours. Without
+        --bits the others are not rounded.
+    pruner
+        How --sparsity chooses: sparsegpt (and corrects the weights that stay), wanda, or magnitude.
     keep
-        PATTERN=BITS for products whose names match, such as "layers.0.*=8"; 16 keeps them as they are. Repeatable.
+        PATTERN=BITS for products whose names match, such as "layers.0.*=8"; 16 keeps them as they are, without zeros
+        too. Repeatable.
     clip
         Search for the part of each group's range that rounds best.
     act_order
         Let gptq round the columns with the largest inputs first.
     format
-        compressed-tensors or bitsandbytes (NF4 only). Default: the one that holds the method's codes.
+        compressed-tensors, bitsandbytes (NF4 only), gguf, dense, or sparse-bitmask (zeros are not stored). Default: the
+        one that holds the method's codes, gguf if OUT ends with .gguf, dense if nothing is rounded.
     calibrate
         Text file, or JSONL file of prompts as `headrace evaluate` reads them, that is like what the model will read.
         Default: a bundled English text about software.
@@ -132,20 +146,29 @@ def compress(
     folder = open_model(find_model(model))
     target = parse_target(bits, target_size, max_kl)
     uniform = None if target is not None or bits is None else int(bits)
+    if (out.suffix == ".gguf") != (format == "gguf") and (format is not None or out.suffix == ".gguf"):
+        if format is not None:
+            raise RequestError(
+                f"{out.name} does not fit --format {format}. A GGUF file ends with .gguf.", parameter="out"
+            )
+        format = "gguf"
     recipe = _recipe(
         folder, check_method(method), uniform, group, symmetric, keep or [], clip=clip, act_order=act_order
     )
-    kind = format or ("bitsandbytes" if recipe.grid(4).kind == "nf4" else "compressed-tensors")
-    _check_format(kind, recipe)
+    if sparsity is not None:
+        recipe = sparse_recipe(recipe, sparsity, pruner, keep or [], rounds=bits is not None or target is not None)
+    kind = format or default_format(recipe)
+    check_format(kind, recipe)
+    recipe = gguf_recipe(recipe, block_type, target) if kind == "gguf" else plain_recipe(recipe, block_type)
     check_model(folder, recipe)
     source = calibrate or BUNDLED_TEXT
-    documents = _documents(source, "calibrate")
+    documents = read_documents(source, "calibrate")
     held_out: list[Document] = []
     if measure is None:
-        documents, held_out = _split(documents)
+        documents, held_out = split_documents(documents)
     else:
-        held_out = _documents(measure, "measure")
-    sequences = _sequences(folder, documents, window, calibrate_tokens)
+        held_out = read_documents(measure, "measure")
+    sequences = calibration_sequences(folder, documents, window, calibrate_tokens)
     counted = sum(len(sequence) for sequence in sequences)
     name = "the bundled text" if calibrate is None else source.name
     if target is not None:
@@ -231,54 +254,6 @@ def _recipe(
 def _group(folder: ModelFolder, names: Sequence[str]) -> int:
     """Return the largest group that divides the rows of every product; 0 if there is none."""
     return next((size for size in GROUPS if all(folder.shapes[name][1] % size == 0 for name in names)), 0)
-
-
-def _check_format(kind: str, recipe: Recipe) -> None:
-    if kind not in FORMATS:
-        raise RequestError(f"Unknown format '{kind}'. Expected {', '.join(FORMATS)}.", parameter="format")
-    if (kind == "bitsandbytes") != (recipe.grid(4).kind == "nf4"):
-        raise RequestError(
-            f"{kind} does not hold the codes of {recipe.method}. bitsandbytes takes nf4, compressed-tensors all other "
-            "methods.",
-            parameter="format",
-        )
-
-
-def _documents(path: Path, parameter: str) -> list[Document]:
-    if not path.is_file():
-        raise RequestError(f"There is no file {path}.", parameter=parameter)
-    return read_prompts(path) if path.suffix == ".jsonl" else read_text(path)
-
-
-def _split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Return documents to calibrate and to measure on: every tenth is held out, or the last tenth of a text."""
-    if len(documents) == 1:
-        text = documents[0].prompt
-        end = len(text) - len(text) // HELD_OUT
-        if documents[0].messages or not text[end:].strip():
-            return documents, documents
-        return [Document(prompt=text[:end])], [Document(prompt=text[end:])]
-    if len(documents) < HELD_OUT:
-        return documents, documents
-    held_out = documents[HELD_OUT - 1 :: HELD_OUT]
-    return [each for number, each in enumerate(documents) if (number + 1) % HELD_OUT], held_out
-
-
-def _sequences(folder: ModelFolder, documents: Sequence[Document], window: int | None, most: int) -> list[list[int]]:
-    size = min(512, folder.spec.context) if window is None else window
-    if not LEAST_WINDOW <= size <= folder.spec.context:
-        raise RequestError(
-            f"'window' must be {LEAST_WINDOW} to {folder.spec.context} tokens, the model's context, not {size}.",
-            parameter="window",
-        )
-    if most < 1:
-        raise RequestError(f"'calibrate_tokens' must be at least 1, not {most}.", parameter="calibrate_tokens")
-    # All of a prompt is calibrated on, and not only what an evaluation scores.
-    tokens = [msgspec.structs.replace(tokenise(document, folder.tokenizer), score_from=0) for document in documents]
-    windows = cut(tokens, window=size, stride=size, most=most)
-    if not windows:
-        raise RequestError("The calibration text is too short: it has no two tokens.", parameter="calibrate")
-    return [each.tokens for each in windows]
 
 
 def _measure(

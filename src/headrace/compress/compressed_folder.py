@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from headrace.compress.disk_layout import parts_of, untouched_names
+from headrace.compress.pruning import STRUCTURED
 from headrace.compress.recipe import KEPT, Recipe
 from headrace.compress.stored_product import NAMES, to_disk_type
 from headrace.models.families import TensorSources
@@ -19,7 +20,8 @@ from headrace.models.formats.safetensors_file import SafetensorsFile, write_safe
 from headrace.models.model_folder import ModelFolder
 from headrace.models.spec import is_product
 
-FORMATS: Final = ("compressed-tensors", "bitsandbytes")
+FORMATS: Final = ("compressed-tensors", "bitsandbytes", "gguf", "dense", "sparse-bitmask")
+SPARSE: Final = "sparse-bitmask"
 CARD: Final = "README.md"
 _CONFIG_LIMIT: Final = 16 << 20
 _SKIPPED: Final = (".safetensors", ".gguf", *PICKLE_SUFFIXES, ".msgpack", ".h5", ".onnx")
@@ -49,8 +51,10 @@ def write_folder(
     nested = config.get("text_config")
     if isinstance(nested, dict):
         cast("dict[str, Any]", nested).pop("quantization_config", None)
-    make = _bitsandbytes_config if format == "bitsandbytes" else _compressed_tensors_config
-    config["quantization_config"] = make(folder, recipe, written)
+    if format == "dense":
+        config.pop("quantization_config", None)
+    else:
+        config["quantization_config"] = _CONFIGS[format](folder, recipe, written)
     with new_file(out / "config.json") as file:
         file.write(json.dumps(config, indent=2).encode() + b"\n")
 
@@ -156,6 +160,39 @@ def _bitsandbytes_config(folder: ModelFolder, recipe: Recipe, written: TensorSou
     }
 
 
+def _sparse_config(folder: ModelFolder, recipe: Recipe, written: TensorSources) -> dict[str, Any]:
+    two_of_four = recipe.sparsity == STRUCTURED
+    kept = [name for name in folder.shapes if is_product(name) and name not in (*recipe.pruned, "embed")]
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "sparsity_config": {
+            "format": "sparse-24-bitmask" if two_of_four else "sparse-bitmask",
+            "targets": ["Linear"],
+            "ignore": sorted({"lm_head", *_layer_names(folder, written, (name for name in kept if name != "head"))}),
+            "global_sparsity": 0.5 if two_of_four else float(recipe.sparsity),
+            "sparsity_structure": STRUCTURED if two_of_four else "unstructured",
+        },
+    }
+
+
+_CONFIGS: Final[Mapping[str, Callable[[ModelFolder, Recipe, TensorSources], dict[str, Any]]]] = {
+    "compressed-tensors": _compressed_tensors_config,
+    "bitsandbytes": _bitsandbytes_config,
+    SPARSE: _sparse_config,
+}
+
+
+def card_of(model: Path) -> Path:
+    """Return where the card of a model is: in its folder, or beside its GGUF file."""
+    return model.with_name(f"{model.name}.md") if model.suffix == ".gguf" else model / CARD
+
+
 def folder_bytes(path: Path) -> int:
     """Return the bytes of a model's weight files."""
+    if path.is_file():
+        return path.stat().st_size
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))

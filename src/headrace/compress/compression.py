@@ -16,13 +16,22 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.compress.compressed_folder import FORMATS, write_folder
+from headrace.compress.block_grids import BLOCK_TYPES
+from headrace.compress.compressed_folder import FORMATS, SPARSE, card_of, write_folder
 from headrace.compress.disk_layout import DenseType, dense_type, parts_of, untouched_names, written_sources
+from headrace.compress.gguf_output import (
+    check_gguf,
+    gguf_names,
+    store_dense_part,
+    store_part,
+    write_gguf_model,
+)
 from headrace.compress.grids import ScaleType
 from headrace.compress.layer_compression import CompressedLayer, LayerCompression
-from headrace.compress.layer_pass import CHUNK_TOKENS, F32, LayerPass, Tokens, embed, is_norm, load_layer
+from headrace.compress.layer_pass import CHUNK_TOKENS, F32, LayerPass, Tokens, embed, is_norm, load_layer, load_tensor
+from headrace.compress.pruning import STRUCTURED
 from headrace.compress.recipe import KEPT, Recipe
-from headrace.compress.stored_product import Stored, store_codes, store_dense
+from headrace.compress.stored_product import Stored, store_bitmask, store_codes, store_dense
 from headrace.compress.work_folder import SUFFIX, Job, ProductReport, WorkFolder
 from headrace.errors import RequestError
 from headrace.models.families import TensorSources
@@ -43,7 +52,7 @@ Watch = Callable[[LayerProgress], None]
 
 
 class CompressedModel(NamedTuple):
-    """A compressed model whose folder is complete but not in its place yet."""
+    """A compressed model whose folder, or GGUF file, is complete but not in its place yet."""
 
     folder: Path
     products: list[ProductReport]
@@ -53,6 +62,8 @@ class CompressedModel(NamedTuple):
     def publish(self, out: Path) -> None:
         """Move the folder to its place and remove the work."""
         os.replace(self.folder, out)
+        if (card := card_of(self.folder)).exists():  # of a file; a folder has its card in it
+            os.replace(card, card_of(out))
         self.work.remove()
 
 
@@ -74,6 +85,8 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             f"{folder.path.name} is a GGUF file. Pass the folder in Hugging Face layout that it was made from.",
             parameter="model",
         )
+    if recipe.gguf:
+        check_gguf(folder)
     if not _computes(folder.spec):
         raise RequestError(
             f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
@@ -95,14 +108,26 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
             parameter="model",
         )
     for name in products_of(folder):
-        inputs, group = folder.shapes[name][1], recipe.grid(8).group
+        inputs = folder.shapes[name][1]
+        group = _multiple(recipe, name, inputs)
+        if recipe.sparsity == STRUCTURED and name in recipe.pruned and inputs % 4:
+            raise RequestError(
+                f"{name} has {inputs} inputs, which is no multiple of 4. Leave it out with --keep '{name}=16'.",
+                parameter="sparsity",
+            )
         if recipe.bits[name] < KEPT and group and inputs % group:
             raise RequestError(
-                f"{name} has {inputs} inputs, which is no multiple of the group {group}. Pass --group 64, 32 or "
-                "channel, or keep it: --keep "
-                f"'{name}=16'.",
+                f"{name} has {inputs} inputs, which is no multiple of the group {group}. "
+                f"{'Choose another --block-type' if recipe.gguf else 'Pass --group 64, 32 or channel'}, or keep it: "
+                f"--keep '{name}=16'.",
                 parameter="group",
             )
+
+
+def _multiple(recipe: Recipe, name: str, inputs: int) -> int:
+    """Return what a row must be a multiple of."""
+    spec = recipe.grid(min(recipe.bits[name], 8), inputs)
+    return BLOCK_TYPES[spec.block_type].block if spec.block_type else spec.group
 
 
 def _computes(spec: ModelSpec) -> bool:
@@ -148,7 +173,7 @@ def compress_model(
     work = WorkFolder.open(work_path, job, restart=restart)
     resumed = work.layers
     count = len(folder.spec.layers)
-    written = written_sources(folder)
+    written = gguf_names(folder) if format == "gguf" else written_sources(folder)
     hidden = work.hidden() if 0 < resumed < count else embed(folder, tokens)
     for index in range(resumed, count):
         steps = len([name for name in folder.shapes if name.startswith(f"layers.{index}.") and is_product(name)])
@@ -161,12 +186,15 @@ def compress_model(
             finished += doing != "scales"
 
         compressed = _compress_layer(folder, index, hidden, tokens, recipe, show)
-        stored = _store_layer(folder, written, index, compressed, recipe)
+        stored = _store_layer(folder, written, index, compressed, recipe, sparse=format == SPARSE)
         last = index + 1 == count
         work.finish_layer(stored, None if last else hidden, _reports(compressed, index))
     products = work.progress.products
     model = work_path / out.name
-    write_folder(folder, model, work.shards(), recipe, format, written)
+    if format == "gguf":
+        write_gguf_model(folder, model, work.shards(), recipe)
+    else:
+        write_folder(folder, model, work.shards(), recipe, format, written)
     return CompressedModel(model, products, resumed, work)
 
 
@@ -202,9 +230,9 @@ def memory_needed(spec: ModelSpec, tokens: int, longest: int, recipe: Recipe) ->
     rows = 4 * chunk * (3 * spec.hidden_size + 2 * tallest + 2 * widest)
     scores = 3 * 4 * (spec.heads // spec.kv_heads + 1) * longest * longest
     rounding = 4 * 4 * largest
-    factors = 4 * 8 * widest * widest + 2 * 4 * widest * widest if recipe.rounding == "gptq" else 0
+    factors = 4 * 8 * widest * widest + 2 * 4 * widest * widest if recipe.needs_hessian else 0
     experts = spec.experts.count if spec.experts else 1
-    hessians = experts * 4 * widest * widest if recipe.rounding == "gptq" else 0
+    hessians = experts * 4 * widest * widest if recipe.needs_hessian else 0
     return states + layer + rows + scores + rounding + factors + hessians + _OVERHEAD
 
 
@@ -221,11 +249,18 @@ def _compress_layer(
     bits = {name: recipe.bits[prefix + name] for name in tensors if is_product(prefix + name)}
     stored: dict[str, DenseType] = {name: dense_type(folder, prefix + name) for name in tensors}
     layer = LayerPass(folder.spec, index, tensors)
-    return LayerCompression(layer, hidden, tokens, recipe, bits, stored, show).run()
+    pruned = {name.removeprefix(prefix) for name in recipe.pruned if name.startswith(prefix)}
+    return LayerCompression(layer, hidden, tokens, recipe, bits, stored, show, pruned=pruned).run()
 
 
 def _store_layer(
-    folder: ModelFolder, written: TensorSources, index: int, compressed: CompressedLayer, recipe: Recipe
+    folder: ModelFolder,
+    written: TensorSources,
+    index: int,
+    compressed: CompressedLayer,
+    recipe: Recipe,
+    *,
+    sparse: bool,
 ) -> Stored:
     prefix = f"layers.{index}."
     found: Stored = {}
@@ -234,18 +269,27 @@ def _store_layer(
         product = compressed.products.get(short)
         if product is not None:
             for part in parts_of(folder, written, name):
-                grid = msgspec.structs.replace(
-                    product.grid, scales=product.grid.scales[part.rows], zeros=product.grid.zeros[part.rows]
-                )
-                codes = product.codes[part.rows]
+                if recipe.gguf:
+                    found |= store_part(folder, part.name, part.rows, product.codes, product.grid)
+                    continue
+                codes, grid = product.codes[part.rows], product.grid.rows(part.rows)
                 found |= store_codes(part.name, codes, grid, plain_int8=recipe.quantises_activations)
             continue
         changed = compressed.changed.get(short)
+        if recipe.gguf:
+            values = load_tensor(folder, name) if changed is None else changed
+            for part in parts_of(folder, written, name):
+                found |= store_dense_part(folder, name, part.rows, part.name, values)
+            continue
         if changed is not None and is_norm(name):
             changed = changed - np.float32(folder.spec.norm_offset)
         values = folder.tensor(name).to_f32() if changed is None else changed
         for part in parts_of(folder, written, name):
-            found |= store_dense(part.name, values[part.rows], dense_type(folder, name))
+            kind = dense_type(folder, name)
+            if sparse and changed is not None and name in recipe.pruned:
+                found |= store_bitmask(part.name, values[part.rows], kind, two_of_four=recipe.sparsity == STRUCTURED)
+            else:
+                found |= store_dense(part.name, values[part.rows], kind)
     return found
 
 
@@ -255,7 +299,7 @@ def _reports(compressed: CompressedLayer, index: int) -> list[ProductReport]:
             f"layers.{index}.{name}", product.grid.spec.bits, product.error, compressed.factors.get(name, 0.0)
         )
         for name, product in compressed.products.items()
-    ]
+    ] + [ProductReport(f"layers.{index}.{name}", KEPT, error) for name, error in compressed.errors.items()]
 
 
 def model_digest(folder: ModelFolder) -> str:

@@ -19,15 +19,23 @@ _TRIANGLE: Final = 64  # order of the triangles that are inverted directly
 
 
 def round_with_correction(
-    weights: F32, grid: Grid, hessian: F32, *, act_order: bool = True, damping: float = 0.01
+    weights: F32,
+    grid: Grid,
+    hessian: F32,
+    *,
+    act_order: bool = True,
+    damping: float = 0.01,
+    zeros: bool = False,
 ) -> NDArray[np.uint8]:
-    """Return codes for [outputs, inputs]. `hessian` is the mean of the outer products of the input rows."""
+    """Return codes for [outputs, inputs]. `hessian` is the mean of the outer products of the input rows. With `zeros`
+    the weights that are 0 stay so."""
     inputs = weights.shape[1]
     sizes: F32 = np.diag(hessian)
     order = np.argsort(-sizes if act_order else np.zeros(inputs), kind="stable")
     upper = inverse_factor(hessian[np.ix_(order, order)], damping).astype(np.float32)
     groups = group_of(inputs, grid.spec)[order]
     left = weights[:, order]  # a copy
+    kept = left != 0 if zeros else None
     codes = np.empty(left.shape, dtype=np.uint8)
     for start in range(0, inputs, _BLOCK):
         stop = min(start + _BLOCK, inputs)
@@ -36,7 +44,8 @@ def round_with_correction(
         for at in range(stop - start):
             column = start + at
             mine = groups[column : column + 1]
-            codes[:, column] = grid.codes(block[:, at : at + 1], mine)[:, 0]
+            wanted = block[:, at : at + 1]
+            codes[:, column] = grid.codes(wanted if kept is None else wanted * kept[:, column, None], mine)[:, 0]
             value = grid.values(codes[:, column : column + 1], mine)[:, 0]
             errors[:, at] = (block[:, at] - value) / upper[column, column]
             block[:, at + 1 :] -= np.outer(errors[:, at], upper[column, column + 1 : stop])

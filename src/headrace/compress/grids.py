@@ -1,5 +1,7 @@
 """Fits the values that a weight may take after rounding: whole numbers with a scale for each group, or NF4.
 
+The grids of GGUF's block types are fitted in block_grids.
+
 Scales are rounded to the type that the file stores before weights are, so that codes belong to the scales that a reader
 sees. Knows one matrix at a time, and nothing of its inputs but how much each matters.
 """
@@ -12,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.compress.block_grids import BLOCK_TYPES, BlockScales, fit_blocks
 from headrace.compress.layer_pass import F32
 
 ScaleType = Literal["bf16", "f16", "f32"]
@@ -37,6 +40,12 @@ class GridSpec(msgspec.Struct, frozen=True):
     symmetric: bool = True
     kind: Literal["integer", "nf4"] = "integer"
     scale_type: ScaleType = "bf16"
+    block_type: str = ""  # of a GGUF file; the rest follows from it
+
+    @classmethod
+    def of_blocks(cls, name: str) -> GridSpec:
+        kind = BLOCK_TYPES[name]
+        return cls(bits=kind.bits, group=kind.group, symmetric=not kind.minima, scale_type="f16", block_type=name)
 
     @property
     def top(self) -> int:
@@ -52,6 +61,8 @@ class GridSpec(msgspec.Struct, frozen=True):
         """Bits of a weight on disk, with its share of scales and zeros, for long rows."""
         if self.kind == "nf4":
             return 4 + 32 / NF4_BLOCK
+        if self.block_type:
+            return BLOCK_TYPES[self.block_type].bytes * 8 / BLOCK_TYPES[self.block_type].block
         return self.bits + ((16 + (0 if self.symmetric else self.bits)) / self.group if self.group else 0)
 
 
@@ -61,19 +72,37 @@ class Grid(msgspec.Struct, frozen=True):
     spec: GridSpec
     scales: F32  # [outputs, groups]
     zeros: NDArray[np.int16]  # [outputs, groups]; unused by NF4
+    minima: F32 | None = None  # [outputs, groups], which are subtracted, in place of zeros
+    blocks: BlockScales | None = None  # what blocks of GGUF store
+
+    def rows(self, rows: slice | NDArray[np.intp]) -> Grid:
+        """Return the grid of some rows."""
+        return Grid(
+            self.spec,
+            self.scales[rows],
+            self.zeros[rows],
+            None if self.minima is None else self.minima[rows],
+            None if self.blocks is None else self.blocks.rows(rows),
+        )
 
     def codes(self, weights: F32, groups: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Round columns; `groups` has the group of each."""
-        scaled = weights / self.scales[:, groups]
+        if self.minima is not None:
+            weights = weights + self.minima[:, groups]
+        scales = np.where(self.scales == 0, np.float32(1), self.scales) if self.spec.block_type else self.scales
+        scaled = weights / scales[:, groups]
         if self.spec.kind == "nf4":
             return np.searchsorted((NF4[1:] + NF4[:-1]) / 2, scaled).astype(np.uint8)
-        scaled += self.zeros[:, groups]
+        if self.minima is None:
+            scaled += self.zeros[:, groups]
         return np.clip(np.rint(scaled), 0, self.spec.top).astype(np.uint8)
 
     def values(self, codes: NDArray[np.uint8], groups: NDArray[np.intp]) -> F32:
         """Return the weights that codes stand for."""
         if self.spec.kind == "nf4":
             return NF4[codes] * self.scales[:, groups]
+        if self.minima is not None:
+            return codes.astype(np.float32) * self.scales[:, groups] - self.minima[:, groups]
         return (codes.astype(np.int16) - self.zeros[:, groups]).astype(np.float32) * self.scales[:, groups]
 
 
@@ -93,6 +122,10 @@ def fit(weights: F32, spec: GridSpec, *, importance: NDArray[Any] | None = None,
     groups = inputs // group
     if groups * group != inputs:
         raise ValueError(f"{inputs} inputs are no multiple of the group {group}")
+    if spec.block_type:
+        scales, minima, blocks = fit_blocks(weights, spec.block_type, importance=importance, clip=clip)
+        zeros = np.full(scales.shape, spec.middle, dtype=np.int16)
+        return Grid(spec, scales, zeros, None if spec.symmetric else minima, blocks)
     scales = np.empty((outputs, groups), dtype=np.float32)
     zeros = np.full((outputs, groups), spec.middle, dtype=np.int16)
     weight_of = None if importance is None else importance.astype(np.float32).reshape(groups, group)
@@ -108,7 +141,7 @@ def round_to_nearest(weights: F32, grid: Grid) -> NDArray[np.uint8]:
     index = group_of(weights.shape[1], grid.spec)
     step = max(1, _AT_ONCE // weights.shape[1])
     parts = [
-        Grid(grid.spec, grid.scales[rows], grid.zeros[rows]).codes(weights[rows], index)
+        grid.rows(rows).codes(weights[rows], index)
         for rows in (slice(start, start + step) for start in range(0, len(weights), step))
     ]
     return np.concatenate(parts)

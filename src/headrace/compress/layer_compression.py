@@ -6,7 +6,7 @@ no factor into a tensor that the layer does not have: a model that normalises on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from headrace.compress.gptq import round_with_correction
 from headrace.compress.grids import Grid, dequantise, fit, round_to_nearest, rounded
 from headrace.compress.input_statistics import InputStatistics
 from headrace.compress.layer_pass import F32, LayerPass, Tokens
+from headrace.compress.pruning import prune
 from headrace.compress.recipe import KEPT, Recipe
 from headrace.compress.scaling import Sets, search_factors, smooth_factors
 
@@ -30,6 +31,7 @@ class CompressedLayer(NamedTuple):
     products: dict[str, RoundedProduct]  # by their names within the layer
     changed: dict[str, F32]  # other tensors, whose values factors have changed
     factors: dict[str, float]  # AWQ's exponent of each product, or 1 where smoothing moved a factor
+    errors: dict[str, float]  # of products that only get zeros, as of rounded ones
 
 
 class LayerCompression:
@@ -44,9 +46,11 @@ class LayerCompression:
         bits: Mapping[str, int],
         stored: Mapping[str, Literal["bf16", "f16", "f32"]],
         watch: Callable[[str], None] = lambda _: None,
+        *,
+        pruned: Collection[str] = (),
     ) -> None:
-        """`bits` and `stored` go by names within the layer: the bits of products, and the types of other tensors on
-        disk."""
+        """`bits`, `stored` and `pruned` go by names within the layer: the bits of products, the types of other tensors
+        on disk, and the products that get zeros."""
         self._layer = layer
         self._hidden = hidden
         self._tokens = tokens
@@ -54,6 +58,8 @@ class LayerCompression:
         self._bits = bits
         self._stored = stored
         self._watch = watch
+        self._pruned = pruned
+        self._errors: dict[str, float] = {}
         self._products: dict[str, RoundedProduct] = {}
         self._changed: dict[str, F32] = {}
         self._factors: dict[str, float] = {}
@@ -80,7 +86,7 @@ class LayerCompression:
         for rows, _ in self._tokens.chunks():
             inputs = layer.mlp_inputs(self._hidden[rows])
             self._hidden[rows] = layer.after_mlp(self._hidden[rows], inputs)
-        return CompressedLayer(self._products, self._changed, self._factors)
+        return CompressedLayer(self._products, self._changed, self._factors, self._errors)
 
     def _mlps(self) -> list[str]:
         experts = self._layer.spec.experts
@@ -95,6 +101,10 @@ class LayerCompression:
     def _rounds(self, *names: str) -> bool:
         return any(self._bits[name] < KEPT for name in names)
 
+    def _treats(self, *names: str) -> bool:
+        """Return whether products are rounded or get zeros."""
+        return any(self._bits[name] < KEPT or name in self._pruned for name in names)
+
     # Rounding.
 
     def _round_plainly(self, names: Iterable[str]) -> None:
@@ -103,14 +113,14 @@ class LayerCompression:
             self._round(name, ())
 
     def _round(self, name: str, inputs: Iterable[F32]) -> None:
-        if self._rounds(name):
+        if self._treats(name):
             self._round_one(name, self._statistics(name, inputs))
 
     def _round_mlps(self, product: str, inputs_of: Callable[[str, F32], F32]) -> None:
         names = {mlp: f"{mlp}.{product}" for mlp in self._mlps()}
-        if not self._rounds(*names.values()):
+        if not self._treats(*names.values()):
             return
-        found = {mlp: self._empty(name) for mlp, name in names.items() if self._rounds(name)}
+        found = {mlp: self._empty(name) for mlp, name in names.items() if self._treats(name)}
         for rows, _ in self._tokens.chunks():
             inputs = self._layer.mlp_inputs(self._hidden[rows])
             for route in self._layer.routes(inputs):
@@ -121,17 +131,31 @@ class LayerCompression:
 
     def _round_one(self, name: str, statistics: InputStatistics) -> None:
         self._watch(name)
-        recipe, weights = self._recipe, self._layer.tensors[name]
+        recipe, original = self._recipe, self._layer.tensors[name]
+        weights = original
+        if name in self._pruned:
+            weights = prune(original, statistics, recipe.pruner, recipe.sparsity, damping=recipe.damping)
+            self._factors.setdefault(name, 0.0)
+        if not self._rounds(name):
+            values = rounded(weights, self._stored[name])
+            self._layer.tensors[name] = self._changed[name] = values
+            self._errors[name] = relative_error(original, values, statistics.samples)
+            return
         importance = statistics.mean_square if statistics.rows else None
-        grid = fit(weights, recipe.grid(self._bits[name]), importance=importance, clip=recipe.clip)
+        grid = fit(weights, recipe.grid(self._bits[name], weights.shape[1]), importance=importance, clip=recipe.clip)
         if recipe.rounding == "gptq" and statistics.rows and statistics.hessian is not None:
             codes = round_with_correction(
-                weights, grid, statistics.hessian, act_order=recipe.act_order, damping=recipe.damping
+                weights,
+                grid,
+                statistics.hessian,
+                act_order=recipe.act_order,
+                damping=recipe.damping,
+                zeros=name in self._pruned,
             )
         else:
             codes = round_to_nearest(weights, grid)
         values = dequantise(codes, grid)
-        self._products[name] = RoundedProduct(codes, grid, relative_error(weights, values, statistics.samples))
+        self._products[name] = RoundedProduct(codes, grid, relative_error(original, values, statistics.samples))
         self._layer.tensors[name] = values
 
     def _statistics(self, name: str, inputs: Iterable[F32]) -> InputStatistics:
@@ -142,9 +166,7 @@ class LayerCompression:
 
     def _empty(self, name: str, *, plain: bool = False) -> InputStatistics:
         width = self._layer.tensors[name].shape[1]
-        return InputStatistics(
-            width, total=len(self._tokens.ids), hessian=self._recipe.rounding == "gptq" and not plain
-        )
+        return InputStatistics(width, total=len(self._tokens.ids), hessian=self._recipe.needs_hessian and not plain)
 
     # Factors.
 
@@ -180,7 +202,7 @@ class LayerCompression:
         if self._recipe.scaling == "smoothquant":
             factors, exponent = smooth_factors(weights, statistics, strength=self._recipe.strength, sets=sets), 1.0
         else:
-            grid = self._recipe.grid(min(self._bits[name] for name in names))
+            grid = self._recipe.grid(min(self._bits[name] for name in names), weights[0].shape[1])
             factors, exponent = search_factors(weights, grid, statistics, sets=sets)
         self._factors.update(dict.fromkeys(names, exponent))
         return factors if exponent else None

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.compress.compressed_folder import CARD, folder_bytes
+from headrace.compress.compressed_folder import card_of, folder_bytes
+from headrace.compress.pruning import STRUCTURED
 from headrace.compress.recipe import KEPT, Recipe
 from headrace.compress.work_folder import ProductReport
 from headrace.models.formats.atomic_file import new_file
@@ -24,17 +25,27 @@ def write_card(
     quality: str = "",
 ) -> None:
     """Write the card into a model folder. `calibration` says on what, `quality` is a Markdown table."""
-    with new_file(model / CARD) as file:
+    with new_file(card_of(model)) as file:
         file.write(_card(model, original, recipe, products, format, calibration, quality).encode())
 
 
 def describe_recipe(recipe: Recipe) -> str:
     """Return the recipe in a line: "awq+gptq, 4 bits in groups of 128, asymmetric"."""
+    if not recipe.sparsity:
+        return _describe_rounding(recipe)
+    share = recipe.sparsity if recipe.sparsity == STRUCTURED else f"{float(recipe.sparsity):.0%} zeros"
+    described = f"{share} by {recipe.pruner}"
+    return f"{described}, then {_describe_rounding(recipe)}" if recipe.rounds else described
+
+
+def _describe_rounding(recipe: Recipe) -> str:
     bits = Counter(bits for bits in recipe.bits.values() if bits < KEPT)
     spec = recipe.grid(4)
     if spec.kind == "nf4":
         return f"{recipe.method}, blocks of {spec.group}"
     spelled = " and ".join(str(each) for each in sorted(bits)) or "no"
+    if recipe.gguf:
+        return f"{recipe.method}, GGUF with {spelled} bits"
     groups = f"in groups of {spec.group}" if spec.group else "with a scale per output"
     return f"{recipe.method}, {spelled} bits {groups}, {'symmetric' if spec.symmetric else 'asymmetric'}"
 
@@ -42,8 +53,11 @@ def describe_recipe(recipe: Recipe) -> str:
 def bits_per_weight(original: ModelFolder, recipe: Recipe, kept_bits: int = 16) -> float:
     """Return the mean bits of the weights of products, with their scales."""
     sizes = {name: original.shapes[name][0] * original.shapes[name][1] for name in recipe.bits}
-    stored = {bits: kept_bits if bits == KEPT else recipe.grid(bits).stored_bits for bits in recipe.bits.values()}
-    return sum(size * stored[recipe.bits[name]] for name, size in sizes.items()) / max(sum(sizes.values()), 1)
+    stored = {
+        name: kept_bits if bits == KEPT else recipe.grid(bits, original.shapes[name][1]).stored_bits
+        for name, bits in recipe.bits.items()
+    }
+    return sum(size * stored[name] for name, size in sizes.items()) / max(sum(sizes.values()), 1)
 
 
 def _card(

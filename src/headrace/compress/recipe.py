@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from headrace.compress.block_grids import BLOCK_TYPES, block_type
 from headrace.compress.grids import NF4_BLOCK, GridSpec, ScaleType
 from headrace.errors import RequestError
 
@@ -25,6 +26,7 @@ METHODS: Final[Mapping[str, tuple[Scaling, Rounding, Literal["integer", "nf4"]]]
 }
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 GROUPS: Final = (128, 64, 32)
+GGUF_BITS: Final = (4, 6, 8)  # that our GGUF files have
 KEPT: Final = 16  # "bits" of a tensor that stays as it is
 
 
@@ -39,6 +41,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     damping: float = 0.01
     strength: float = 0.5  # of smoothquant
     scale_type: ScaleType = "bf16"
+    gguf: bool = False  # grids are those of GGUF's block types
+    block_type: str = ""  # of the products with the bits of this type, whatever their rows; "": chosen by bits
+    sparsity: str = ""  # "2:4", or the share of zeros; "": none are made
+    pruner: str = "sparsegpt"
+    pruned: tuple[str, ...] = ()  # products that get zeros
     bits: dict[str, int] = {}  # of every product, by its canonical name; 16: kept
 
     @property
@@ -52,14 +59,30 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def calibrates(self) -> bool:
         """True if the method looks at the inputs of products."""
-        return self.scaling != "none" or self.rounding != "nearest"
+        return (self.rounds and (self.scaling != "none" or self.rounding != "nearest")) or self.prunes_by_inputs
+
+    @property
+    def rounds(self) -> bool:
+        return any(bits < KEPT for bits in self.bits.values())
+
+    @property
+    def prunes_by_inputs(self) -> bool:
+        return bool(self.sparsity) and self.pruner != "magnitude"
+
+    @property
+    def needs_hessian(self) -> bool:
+        return (self.rounds and self.rounding == "gptq") or (bool(self.sparsity) and self.pruner == "sparsegpt")
 
     @property
     def quantises_activations(self) -> bool:
         """True if the files say that readers quantise activations too."""
         return self.scaling == "smoothquant"
 
-    def grid(self, bits: int) -> GridSpec:
+    def grid(self, bits: int, inputs: int = 256) -> GridSpec:
+        """Return the grid of products with these bits; `inputs` of a row decide which block types of GGUF it fills."""
+        if self.gguf:
+            named = self.block_type and BLOCK_TYPES[self.block_type].bits == bits
+            return GridSpec.of_blocks(self.block_type if named else block_type(bits, inputs, symmetric=self.symmetric))
         if METHODS[self.method][2] == "nf4":
             return GridSpec(bits=4, group=NF4_BLOCK, kind="nf4", scale_type="f32")
         return GridSpec(bits=bits, group=self.group, symmetric=self.symmetric, scale_type=self.scale_type)

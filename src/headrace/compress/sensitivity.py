@@ -84,7 +84,7 @@ def measure_sensitivity(
             weights = tensors[name]
             error: dict[int, float] = {}
             for bits in sorted({PROBE_BITS, *candidates}):
-                grid = fit(weights, recipe.grid(bits))
+                grid = fit(weights, recipe.grid(bits, weights.shape[1]))
                 values = dequantise(round_to_nearest(weights, grid), grid)
                 error[bits] = relative_error(weights, values, inputs.get(name, weights[:0]))
                 if bits == PROBE_BITS:

@@ -22,6 +22,30 @@ def store_dense(name: str, values: F32, kind: DenseType) -> Stored:
     return {name: (NAMES[kind], to_disk_type(values, kind))}
 
 
+def store_bitmask(name: str, values: F32, kind: DenseType, *, two_of_four: bool) -> Stored:
+    """Return a tensor with many zeros as compressed-tensors packs it: a bit for each weight, and those that are not 0.
+    Of four neighbours two are stored, be they 0 or not."""
+    layer = name.removesuffix(".weight")
+    mask = values != 0
+    if two_of_four:
+        fours = mask.reshape(len(mask), -1, 4)
+        # Zeros fill up groups that have more than two.
+        order = np.argsort(~fours, axis=2, kind="stable")
+        mask = np.zeros_like(fours)
+        np.put_along_axis(mask, order[:, :, :2], True, axis=2)
+        mask = mask.reshape(values.shape)
+    stored = to_disk_type(values[mask], kind)
+    found: Stored = {
+        f"{layer}.compressed": (NAMES[kind], stored.reshape(len(values), -1) if two_of_four else stored),
+        f"{layer}.bitmask": ("U8", np.packbits(mask, axis=1, bitorder="little")),
+        f"{layer}.shape": ("I64", np.array(values.shape, dtype=np.int64)),
+    }
+    if not two_of_four:
+        counts = np.count_nonzero(mask, axis=1)
+        found[f"{layer}.row_offsets"] = ("I64", (np.cumsum(counts) - counts).astype(np.int64))
+    return found
+
+
 def to_disk_type(values: F32, kind: DenseType) -> NDArray[Any]:
     if kind == "bf16":
         return to_bf16(values)

@@ -59,13 +59,17 @@ class ModelFolder:
         self.prompts = read_prompts(path)
 
     @cached_property
+    def tokenizer_files(self) -> TokenizerFiles:
+        return self._tokenizer_files()
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.build(self._tokenizer_files(), self.spec.vocab_size)
+        return Tokenizer.build(self.tokenizer_files, self.spec.vocab_size)
 
     @cached_property
     def decoding_tokenizer(self) -> Tokenizer:
         """A tokenizer that loads its encoder on first use, for a process that mostly decodes."""
-        return Tokenizer.build_for_decoding(self._tokenizer_files(), self.spec.vocab_size)
+        return Tokenizer.build_for_decoding(self.tokenizer_files, self.spec.vocab_size)
 
     def tensor(self, name: str) -> DenseTensor:
         """Return a canonical tensor, joined from its parts, or a view of the mapped file if there is only one part."""

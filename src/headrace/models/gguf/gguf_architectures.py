@@ -24,11 +24,11 @@ from headrace.models.spec import ModelSpec, RopeSpec
 
 _EMBED: Final = "token_embd.weight"
 _HEAD: Final = "output.weight"
-_ROPE_DIVISORS: Final = "rope_freqs.weight"
-_LONG_ROPE: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
+ROPE_DIVISORS: Final = "rope_freqs.weight"
+LONG_ROPE: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 # Names in config.json -> names in a file, after its architecture's.
-_KEYS: Final[Mapping[str, str]] = {
+KEYS: Final[Mapping[str, str]] = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -162,13 +162,19 @@ def tensor_sources(file: GgufFile, spec: ModelSpec) -> TensorSources:
     sources = named_sources(spec, names, frozenset(file.tensors), prefix="", layer="blk", head="output")
     used = {part.name for parts in sources.values() for part in parts}
     for name in file.tensors:
-        if name not in used and name not in (_ROPE_DIVISORS, *_LONG_ROPE):
+        if name not in used and name not in (ROPE_DIVISORS, *LONG_ROPE):
             raise ModelError(
                 "Headrace does not know this tensor, and it may change what the model computes.",
                 path=file.path,
                 tensor=name[:200],
             )
     return sources
+
+
+def gguf_sources(spec: ModelSpec, name: str) -> TensorSources:
+    """Return the names that a model's tensors have in files of an architecture."""
+    names = _FUSED_NAMES if ARCHITECTURES[name].fused else _NAMES
+    return named_sources(spec, names, frozenset(), prefix="", layer="blk", head="output")
 
 
 def interleaved_heads(file: GgufFile, spec: ModelSpec) -> dict[str, int]:
@@ -187,7 +193,7 @@ def _config(file: GgufFile, architecture: Architecture) -> ConfigJson:
     name = str(file.metadata["general.architecture"])
     start = f"{name}."
     own = {key.removeprefix(start): _plain(value) for key, value in file.metadata.items() if key.startswith(start)}
-    table = {**_KEYS, **architecture.keys}
+    table = {**KEYS, **architecture.keys}
     _check_keys(file, name, own, frozenset(table.values()))
     for key in _REQUIRED:
         if key not in own:
@@ -267,10 +273,10 @@ def _add_rope(
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
     rope: dict[str, object] = {"factor": factor}
     spelled["rope_scaling.factor"] = f"{name}.rope.scaling.factor"
-    if any(tensor in file.tensors for tensor in _LONG_ROPE):
-        short, long = (_factors(file, tensor) for tensor in _LONG_ROPE)
+    if any(tensor in file.tensors for tensor in LONG_ROPE):
+        short, long = (_factors(file, tensor) for tensor in LONG_ROPE)
         rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        spelled["rope_scaling.short_factor"], spelled["rope_scaling.long_factor"] = _LONG_ROPE
+        spelled["rope_scaling.short_factor"], spelled["rope_scaling.long_factor"] = LONG_ROPE
         if "rope.scaling.attn_factor" in own:
             rope["attention_factor"] = own["rope.scaling.attn_factor"]
             spelled["rope_scaling.attention_factor"] = f"{name}.rope.scaling.attn_factor"
@@ -330,19 +336,17 @@ def _check_rope_dims(file: GgufFile, spec: ModelSpec, architecture: Architecture
 def _divided_ropes(file: GgufFile, spec: ModelSpec) -> tuple[RopeSpec, ...]:
     """Return the ropes with every frequency divided by the file's factor for it, which is how files store a llama3
     rope."""
-    if _ROPE_DIVISORS not in file.tensors:
+    if ROPE_DIVISORS not in file.tensors:
         return spec.ropes
-    factors = _vector(file, _ROPE_DIVISORS)
+    factors = _vector(file, ROPE_DIVISORS)
     if len(spec.ropes) != 1 or spec.ropes[0].long_inv_freq is not None:
-        raise ModelError("The architecture has no such factors.", path=file.path, tensor=_ROPE_DIVISORS)
+        raise ModelError("The architecture has no such factors.", path=file.path, tensor=ROPE_DIVISORS)
     inv_freq = np.array(spec.ropes[0].inv_freq, dtype=np.float32)
     if len(factors) != len(inv_freq):
-        raise ModelError(
-            f"Has {len(factors)} factors. Expected {len(inv_freq)}.", path=file.path, tensor=_ROPE_DIVISORS
-        )
+        raise ModelError(f"Has {len(factors)} factors. Expected {len(inv_freq)}.", path=file.path, tensor=ROPE_DIVISORS)
     divided: NDArray[np.float32] = inv_freq / factors
     if not np.isfinite(divided).all():
-        raise ModelError("A frequency is not finite.", path=file.path, tensor=_ROPE_DIVISORS)
+        raise ModelError("A frequency is not finite.", path=file.path, tensor=ROPE_DIVISORS)
     return (replace(spec.ropes[0], inv_freq=tuple(float(value) for value in divided)),)
 
 

@@ -20,11 +20,24 @@ from headrace.models.quantised.compressed_tensors import CompressedTensors
 from headrace.models.quantised.fp8 import Fp8
 from headrace.models.quantised.gptq import Gptq
 from headrace.models.quantised.mxfp4 import ExpertTensors, Mxfp4
+from headrace.models.quantised.sparse_bitmask import SPARSE_FORMATS, SparseBitmask
+
+
+def _compressed_tensors(config: ConfigJson) -> Scheme:
+    """Return the scheme of a config, which describes whole numbers, or zeros that are not stored."""
+    sparsity = config.optional_sub("sparsity_config")
+    if sparsity is not None and sparsity.text("format", default="dense") in SPARSE_FORMATS:
+        groups = config.optional_sub("config_groups")
+        if groups is not None and groups.names():
+            raise config.error("config_groups", "Weights that are sparse and quantised must be stored dense.")
+        return SparseBitmask.from_config(sparsity)
+    return CompressedTensors.from_config(config)
+
 
 _SCHEMES: Final[Mapping[str, Callable[[ConfigJson], Scheme]]] = {
     "awq": Awq.from_config,
     "bitsandbytes": BitsAndBytes.from_config,
-    "compressed-tensors": CompressedTensors.from_config,
+    "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": Fp8.from_config,
     "fp8": Fp8.from_config,
     "gptq": Gptq.from_config,

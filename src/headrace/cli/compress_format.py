@@ -1,0 +1,96 @@
+"""The flags of `headrace compress` that choose a format, block types of a GGUF file, or zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from headrace.cli.compress_target import Target
+from headrace.compress.block_grids import BLOCK_TYPES
+from headrace.compress.compressed_folder import FORMATS, SPARSE
+from headrace.compress.pruning import PRUNERS, parse_sparsity
+from headrace.compress.recipe import GGUF_BITS, KEPT, Recipe
+from headrace.errors import RequestError
+
+
+def sparse_recipe(recipe: Recipe, sparsity: str, pruner: str, keep: Sequence[str], *, rounds: bool) -> Recipe:
+    """Return a recipe that sets weights to 0, in all products but those that --keep leaves as they are."""
+    if pruner not in PRUNERS:
+        raise RequestError(f"Unknown pruner '{pruner}'. Expected {', '.join(PRUNERS)}.", parameter="pruner")
+    patterns = [entry.rpartition("=")[0] for entry in keep if entry.endswith(f"={KEPT}")]
+    pruned = [name for name in recipe.bits if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    bits = recipe.bits if rounds else dict.fromkeys(recipe.bits, KEPT)
+    return msgspec.structs.replace(
+        recipe, sparsity=parse_sparsity(sparsity), pruner=pruner, pruned=tuple(pruned), bits=bits
+    )
+
+
+def default_format(recipe: Recipe) -> str:
+    if not recipe.rounds:
+        return "dense"
+    return "bitsandbytes" if recipe.grid(4).kind == "nf4" else "compressed-tensors"
+
+
+def check_format(kind: str, recipe: Recipe) -> None:
+    """Raise RequestError for a format that does not hold what the recipe makes."""
+    if kind not in FORMATS:
+        raise RequestError(f"Unknown format '{kind}'. Expected {', '.join(FORMATS)}.", parameter="format")
+    if kind == SPARSE and (recipe.rounds or not recipe.sparsity):
+        raise RequestError(
+            f"{SPARSE} holds weights with zeros that are not rounded. Pass --sparsity, and no --bits.",
+            parameter="format",
+        )
+    if kind == "dense" and recipe.rounds:
+        raise RequestError("dense holds no rounded weights. Remove --format or --bits.", parameter="format")
+    if kind == "gguf" and recipe.sparsity and recipe.rounds and not recipe.symmetric:
+        raise RequestError(
+            "Block types with a minimum have no exact 0. Pass --symmetric with --sparsity for a GGUF file.",
+            parameter="symmetric",
+        )
+    if kind in ("compressed-tensors", "bitsandbytes"):
+        if not recipe.rounds:
+            raise RequestError(f"{kind} is for rounded weights. Remove --format or pass --bits.", parameter="format")
+        if (kind == "bitsandbytes") != (recipe.grid(4).kind == "nf4"):
+            raise RequestError(
+                f"{kind} does not hold the codes of {recipe.method}. bitsandbytes takes nf4, compressed-tensors all "
+                "other methods.",
+                parameter="format",
+            )
+
+
+def gguf_recipe(recipe: Recipe, block_type: str | None, target: Target | None) -> Recipe:
+    """Return a recipe whose products get block types of GGUF."""
+    if recipe.scaling == "smoothquant" or recipe.grid(4).kind == "nf4":
+        raise RequestError(
+            f"GGUF files have no {recipe.method}. Choose rtn, gptq, awq or awq+gptq.", parameter="method"
+        )
+    if target is not None:
+        raise RequestError(
+            "A GGUF file takes no mixed plan. Pass --bits 8, 6 or 4, and --keep PATTERN=BITS for products that need "
+            "more.",
+            parameter="bits",
+        )
+    bits, name = dict(recipe.bits), ""
+    if block_type is not None:
+        name = block_type.upper()
+        if name not in BLOCK_TYPES:
+            raise RequestError(
+                f"Unknown block type '{block_type}'. Expected {', '.join(BLOCK_TYPES)}.", parameter="block_type"
+            )
+        usual = max(set(bits.values()), key=list(bits.values()).count)
+        bits = {product: BLOCK_TYPES[name].bits if each == usual else each for product, each in bits.items()}
+    wrong = sorted({each for each in bits.values() if each not in (*GGUF_BITS, KEPT)})
+    if wrong:
+        raise RequestError(
+            f"GGUF files of {wrong[0]} bits are not written. Expected --bits 8, 6 or 4.", parameter="bits"
+        )
+    return msgspec.structs.replace(recipe, gguf=True, block_type=name, bits=bits)
+
+
+def plain_recipe(recipe: Recipe, block_type: str | None) -> Recipe:
+    """Return the recipe of a folder, which has no block types."""
+    if block_type is not None:
+        raise RequestError("--block-type is for GGUF files. Give OUT the ending .gguf.", parameter="block_type")
+    return recipe
