@@ -74,6 +74,7 @@ def test_a_key_from_the_environment_must_be_there(tmp_path: Path) -> None:
         ('[cache.exact]\nmode = "on"', "cache.exact.store"),
         ('[cache.semantic]\nmode = "on"\nembedder = "mini"', "cache.semantic.mode"),
         ('[cache.results]\nmode = "on"', "cache.results.store"),
+        ("[drift]\nshare = 0.5", "drift.share"),
         ("[surfaces.chat.ladder]\npreset = true", "surfaces.chat.ladder"),
         ('[pipelines.docs]\nstages = ["generate"]', "pipelines.docs"),
     ],

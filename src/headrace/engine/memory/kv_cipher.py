@@ -7,17 +7,14 @@ Needs the extra `encryption`.
 from __future__ import annotations
 
 import hmac
-import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
+from headrace.aes_cipher import AesCipher, MissingCipherError
 from headrace.errors import HeadraceError
 
-NONCE_BYTES: Final = 12
-TAG_BYTES: Final = 16
 _KEY: Final = re.compile(r"[0-9A-Fa-f]{64}")
 _MOST_KEYS: Final = 256  # of tenants, kept ready
 
@@ -26,19 +23,14 @@ class CipherError(HeadraceError):
     """The key or the extra that encryption needs is missing."""
 
 
-class DamagedError(Exception):
-    """Data that was not sealed with this key for this purpose, or was changed."""
-
-
 class KvCipher:
     def __init__(self, master: bytes) -> None:
-        try:
-            self._damaged: type[Exception] = import_module("cryptography.exceptions").InvalidTag
-            self._aes: Any = import_module("cryptography.hazmat.primitives.ciphers.aead").AESGCM
-        except ImportError:
-            raise CipherError("To encrypt KV on disk, run pip install 'headrace[encryption]'.") from None
         self._master = master
         self._cipher = lru_cache(_MOST_KEYS)(self._cipher_of)
+        try:
+            self._cipher("")
+        except MissingCipherError as error:
+            raise CipherError(f"KV on disk cannot be encrypted. {error}") from None
 
     @classmethod
     def from_environment(cls, name: str, environ: Mapping[str, str]) -> KvCipher:
@@ -57,18 +49,14 @@ class KvCipher:
         return self._derived(b"names")
 
     def seal(self, salt: str, purpose: bytes, data: bytes) -> bytes:
-        nonce = os.urandom(NONCE_BYTES)
-        return nonce + self._cipher(salt).encrypt(nonce, data, purpose)
+        return self._cipher(salt).seal(data, purpose)
 
     def open(self, salt: str, purpose: bytes, sealed: bytes) -> bytes:
         """Return the data. Raise DamagedError if it is not what `seal` made of it."""
-        try:
-            return self._cipher(salt).decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], purpose)
-        except (self._damaged, ValueError):
-            raise DamagedError from None
+        return self._cipher(salt).open(sealed, purpose)
 
-    def _cipher_of(self, salt: str) -> Any:
-        return self._aes(self._derived(b"tenant " + salt.encode()))
+    def _cipher_of(self, salt: str) -> AesCipher:
+        return AesCipher(self._derived(b"tenant " + salt.encode()))
 
     def _derived(self, purpose: bytes) -> bytes:
         return hmac.digest(self._master, b"headrace kv " + purpose, "sha256")

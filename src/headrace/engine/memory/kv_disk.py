@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.memory.kv_cipher import NONCE_BYTES, TAG_BYTES, DamagedError, KvCipher
+from headrace.aes_cipher import NONCE_BYTES, TAG_BYTES, DamagedError
+from headrace.engine.memory.kv_cipher import KvCipher
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import secrets
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
+from headrace.aes_cipher import KEY_BYTES, AesCipher, DamagedError, MissingCipherError
 from headrace.config import ConfigError
 from headrace.config.environment import required_secret
 from headrace.errors import HeadraceError
 
-_NONCE: Final = 12  # bytes
-_KEY: Final = 32  # bytes
 _WHERE: Final = "recording.key_env"
 
 
@@ -27,16 +25,12 @@ class RecordingError(HeadraceError):
 class LineCipher:
     def __init__(self, key: bytes) -> None:
         """ConfigError if the extra 'encryption' is not installed or the key has a wrong length."""
-        if len(key) != _KEY:
-            raise ConfigError(f"{_WHERE}: The key has {len(key)} bytes. Expected {_KEY}, in base64.")
+        if len(key) != KEY_BYTES:
+            raise ConfigError(f"{_WHERE}: The key has {len(key)} bytes. Expected {KEY_BYTES}, in base64.")
         try:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # pyright: ignore
-        except ImportError:
-            raise ConfigError(
-                f"{_WHERE}: Encrypted recordings need the package 'cryptography'. "
-                "Install it with: pip install 'headrace[encryption]'."
-            ) from None
-        self._cipher: Any = AESGCM(key)
+            self._cipher = AesCipher(key)
+        except MissingCipherError as error:
+            raise ConfigError(f"{_WHERE}: Recordings cannot be encrypted. {error}") from None
 
     @classmethod
     def from_environment(cls, variable: str, environ: Mapping[str, str]) -> LineCipher:
@@ -51,16 +45,13 @@ class LineCipher:
         return cls(key)
 
     def encrypt(self, line: bytes, tenant: str) -> bytes:
-        nonce = secrets.token_bytes(_NONCE)
-        return base64.b64encode(nonce + self._cipher.encrypt(nonce, line, tenant.encode(errors="replace")))
+        return base64.b64encode(self._cipher.seal(line, tenant.encode(errors="replace")))
 
     def decrypt(self, line: bytes, tenant: str) -> bytes:
         """RecordingError for a wrong key or a changed line."""
         try:
-            raw = base64.b64decode(line, validate=True)
-            found: bytes = self._cipher.decrypt(raw[:_NONCE], raw[_NONCE:], tenant.encode(errors="replace"))
-        except Exception as error:
+            return self._cipher.open(base64.b64decode(line, validate=True), tenant.encode(errors="replace"))
+        except (DamagedError, ValueError) as error:
             raise RecordingError(
                 "A line of the recording cannot be decrypted: the key is another one, or the file was changed."
             ) from error
-        return found

@@ -21,7 +21,7 @@ from headrace.gateway.serving.upstream_answers.upstream_generation import Upstre
 from headrace.gateway.upstreams.upstream_errors import BrokenStreamError, UpstreamError
 from headrace.models.model_folder import BUNDLED
 from tests.support.fake_upstream import answered, exchange, pieces_of, relayed, soon, text_of, upstream_of
-from tests.support.running_server import Running, asynchronous, fails, say, serving, until, words
+from tests.support.running_server import LONG, Running, asynchronous, fails, say, serving, until, words
 
 CONVERTER = Path(__file__).parents[4] / "benchmarks" / "core" / "convert" / "gguf_file.py"
 
@@ -178,13 +178,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a llama.cpp server in a process of its own, which serves our mini."""
     pytest.importorskip("xllamacpp", reason="the package xllamacpp is not installed: no llama.cpp server to ask")
     file = tmp_path_factory.mktemp("gguf") / "mini.gguf"
-    subprocess.run([sys.executable, str(CONVERTER), str(BUNDLED / "mini"), str(file)], check=True, timeout=120)
+    subprocess.run([sys.executable, str(CONVERTER), str(BUNDLED / "mini"), str(file)], check=True)
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVE, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
-        yield process.stdout.readline().strip() + "/v1"
+        url = process.stdout.readline().strip()
+        assert url, "llama.cpp's server has ended before it listened"
+        yield url + "/v1"
     finally:
         process.kill()
         process.wait()
@@ -193,14 +195,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @asynchronous
 async def test_llama_cpp_streams_and_tells_its_usage(llama: str) -> None:
     async with upstream_of(llama, kind="llama.cpp", health=UpstreamHealthConfig(interval_s=0.1)) as upstream:
-        await until(lambda: upstream.healthy is True)
-        found = await soon(pieces_of(upstream, max_tokens=8, ignore_eos=True), 60.0)
+        await until(lambda: upstream.healthy is True, LONG)
+        found = await soon(pieces_of(upstream, max_tokens=8, ignore_eos=True), LONG)
         assert found[-1].finish == "length"
         assert found[-1].usage is not None
         assert found[-1].usage.output_tokens == 8
         assert found[-1].usage.prompt_tokens > 0
         assert upstream.state()["usage_wrong"] == upstream.state()["failed"] == 0
-        assert (await soon(relayed(upstream, max_tokens=4, ignore_eos=True), 60.0)).endswith(b"data: [DONE]\n\n")
+        assert (await soon(relayed(upstream, max_tokens=4, ignore_eos=True), LONG)).endswith(b"data: [DONE]\n\n")
 
 
 @asynchronous
@@ -219,14 +221,14 @@ async def test_llama_cpp_takes_all_that_its_kind_says(llama: str) -> None:
             logprobs=0,
         )
         asked = {"max_tokens": 4, "ignore_eos": True, "stop": ("\n\n\n",), "cache": "off", "sampling": sampling}
-        (choice,) = await soon(answered(upstream, **asked), 60.0)
+        (choice,) = await soon(answered(upstream, **asked), LONG)
         assert choice.logprobs is not None
         assert len(choice.logprobs) >= 1
         assert all(each.top == [] for each in choice.logprobs)
         schema = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"}},"required":["a"]}')
-        (choice,) = await soon(answered(upstream, max_tokens=32, grammar=schema), 60.0)
+        (choice,) = await soon(answered(upstream, max_tokens=32, grammar=schema), LONG)
         assert choice.content.lstrip().startswith("{")
-        (choice,) = await soon(answered(upstream, prompts=["Once"], echo=True, max_tokens=4), 60.0)
+        (choice,) = await soon(answered(upstream, prompts=["Once"], echo=True, max_tokens=4), LONG)
         assert choice.content.startswith("Once")
 
 
@@ -234,5 +236,5 @@ async def test_llama_cpp_takes_all_that_its_kind_says(llama: str) -> None:
 async def test_llama_cpps_errors_come_through(llama: str) -> None:
     async with upstream_of(llama, kind="llama.cpp", takes=UpstreamFeatures(n=True)) as upstream:
         with pytest.raises(UpstreamError) as error:
-            await soon(pieces_of(upstream, messages=[{"role": "user", "content": "word " * 9000}]), 60.0)
+            await soon(pieces_of(upstream, messages=[{"role": "user", "content": "word " * 9000}]), LONG)
         assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
