@@ -147,7 +147,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     left_out = re.compile(
         r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|draft_model|group|'
         r"kv_disk_(folder|key)|most_price|"
-        r"(split|cascade|chain|calibration|complexity|encoder|openapi|dsn_env|function) ="
+        r"(split|cascade|chain|opening|calibration|complexity|encoder|openapi|dsn_env|function) ="
     )
     with_url = re.sub(r"\[models\.hosted\.upstream\.managed\]\n(?:.+\n)+", "", uncommented())
     chosen = [line for line in with_url.splitlines() if not left_out.match(line)]

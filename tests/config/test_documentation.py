@@ -93,6 +93,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[routing.rules.when]`": routing.RuleConditions,
     "`[routing.splits.NAME]`": routing.SplitConfig,
     "`[routing.cascades.NAME]`": routing.CascadeConfig,
+    "`[routing.openings.NAME]`": routing.OpeningConfig,
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,

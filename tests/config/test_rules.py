@@ -190,7 +190,10 @@ def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: 
     ("text", "said"),
     [
         ("timezone = 'Middle/Earth'", 'timezone: unknown time zone "Middle/Earth"'),
-        ("rules = [{name = 'a'}]", "rules[0]: expected exactly one of variant, split, cascade, chain, found none"),
+        (
+            "rules = [{name = 'a'}]",
+            "rules[0]: expected exactly one of variant, split, cascade, chain, opening, found none",
+        ),
         ("rules = [{name = 'a', variant = 'mini', chain = 'c'}]\nchains.c.steps = [{variant = 'mini'}]", "rules[0]: "),
         ("rules = [{name = 'a', split = 's'}]", 'rules[0].split: unknown split "s"; known splits: none'),
         (

@@ -67,6 +67,12 @@ split = "halves"
 [[routing.rules]]
 name = "three"
 chain = "elsewhere"
+[[routing.rules]]
+name = "four"
+opening = "quick"
+[routing.openings.quick]
+small = "mini@fast"
+large = "mini@golden"
 [routing.cascades.small-first]
 small = "mini@fast"
 large = "mini@golden"
@@ -107,8 +113,9 @@ def test_what_is_left_serves_the_same_names_without_loss(tmp_path: Path) -> None
     safe = without_lossy(everything(tmp_path))
     assert safe.models["mini"].options == {"keep": ("*.attn.o=bf16",)}
     assert safe.models["mini"].variants == {"fast": {}, "golden": {"weights": "bf16", "kv": "bf16"}}
-    assert [rule.variant for rule in safe.routing.rules] == ["mini@golden", "mini", "mini@golden"]
-    assert (safe.routing.cascades, safe.routing.splits, safe.routing.chains) == ({}, {}, {})
+    assert [rule.variant for rule in safe.routing.rules] == ["mini@golden", "mini", "mini@golden", "mini@golden"]
+    routing = safe.routing
+    assert (routing.cascades, routing.splits, routing.chains, routing.openings) == ({}, {}, {}, {})
     assert [step.step for step in safe.surfaces["chat"].ladder.steps] == ["refuse"]
     assert [step.step for step in safe.surfaces["voice"].ladder.steps] == ["refuse"]
     assert not safe.surfaces["voice"].ladder.preset

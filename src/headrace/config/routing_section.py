@@ -42,7 +42,7 @@ class RuleConditions(Section, frozen=True):
 
 
 class RuleConfig(Section, frozen=True):
-    """A routing rule; the first that matches decides. Exactly one of the four targets is set."""
+    """A routing rule; the first that matches decides. Exactly one of the five targets is set."""
 
     name: Text
     when: RuleConditions = RuleConditions()
@@ -50,6 +50,7 @@ class RuleConfig(Section, frozen=True):
     split: Text | None = None
     cascade: Text | None = None
     chain: Text | None = None
+    opening: Text | None = None
 
 
 class SplitConfig(Section, frozen=True):
@@ -70,6 +71,16 @@ class CascadeConfig(Section, frozen=True):
     quality: PositiveShare = 0.98  # with calibration: share of the large variant's quality to keep
     tokens: Annotated[int, Meta(ge=1, le=4096)] | None = None  # after which to decide; default: the whole response
     within_s: Seconds = 5.0  # seconds the small variant may take to decide
+
+
+class OpeningConfig(Section, frozen=True):
+    """The small variant begins a streamed answer, and the large one takes over and continues its text."""
+
+    small: Text
+    large: Text  # a model of this server with a prefix cache
+    takeover: Literal["sentence", "ready", "tokens"] = "sentence"  # where the large variant takes over
+    tokens: Annotated[int, Meta(ge=1, le=1024)] = 64  # of the small variant's text, at most
+    within_s: Seconds = 2.0  # seconds the large variant waits for a sentence to end
 
 
 class StepConfig(Section, frozen=True):
@@ -138,6 +149,7 @@ class RoutingConfig(Section, frozen=True):
     rules: tuple[RuleConfig, ...] = ()
     splits: dict[str, SplitConfig] = field(default_factory=dict[str, SplitConfig])
     cascades: dict[str, CascadeConfig] = field(default_factory=dict[str, CascadeConfig])
+    openings: dict[str, OpeningConfig] = field(default_factory=dict[str, OpeningConfig])
     chains: dict[str, ChainConfig] = field(default_factory=dict[str, ChainConfig])
     hedges: dict[str, HedgeConfig] = field(default_factory=dict[str, HedgeConfig])  # by variant
     golden: GoldenConfig = GoldenConfig()

@@ -156,6 +156,12 @@ def _cascades_off(config: Config) -> Config:
     return replace(config, routing=replace(routing, cascades={}))
 
 
+def _openings_off(config: Config) -> Config:
+    openings = config.routing.openings
+    routing = _retarget(config.routing, "opening", lambda name: openings[name].large)
+    return replace(config, routing=replace(routing, openings={}))
+
+
 def _chains_off(config: Config) -> Config:
     chains = config.routing.chains
     routing = _retarget(config.routing, "chain", lambda name: chains[name].steps[0].variant)
@@ -284,6 +290,15 @@ TECHNIQUES: Final = (
         switch="routing.cascades",
         used=lambda config: _names("routing.cascades", config.routing.cascades),
         off=_cascades_off,
+    ),
+    Technique(
+        name="openings",
+        area="routing",
+        lossless=False,
+        about="a small variant begins the answer and a large one continues it; without them, the large one answers",
+        switch="routing.openings",
+        used=lambda config: _names("routing.openings", config.routing.openings),
+        off=_openings_off,
     ),
     Technique(
         name="fallback chains",

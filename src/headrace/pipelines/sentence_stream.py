@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from headrace.gateway.degradation.ladder.sentences import split_sentences
+from headrace.gateway.sentences import split_sentences
 
 _CITATION: Final = re.compile(r" ?\[\d{1,4}\]")
 _CLAUSE: Final = re.compile(r"[,;:\u2013\u2014][\"')\]]*\s")

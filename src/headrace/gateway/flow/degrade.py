@@ -39,7 +39,7 @@ def degrade(state: FlowState) -> None:
     degradation.plan = plan = plan_degradation(level, text_request, allowed_steps(exchange))
     degradation.original = derive_exchange(exchange, served, text_request)
     smaller = find_smaller_variant(served.name, plan.variants, services.fleet.served)
-    is_routed = bool(state.plan.steps) or state.plan.cascade is not None
+    is_routed = bool(state.plan.steps) or state.plan.is_composed
     if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
         exchange.served = services.fleet.served[smaller]
         state.plan = RoutePlan(smaller, decisions=state.plan.decisions)

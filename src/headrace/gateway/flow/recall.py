@@ -80,7 +80,7 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
         exchange.caller.tenant,
         exchange.text_request,
         semantic.embedder_for(exchange.caller, exchange.surface),
-        variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.small or "")),
+        variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.recipe)),
         surface=exchange.surface,
         scorer=semantic.scorer_for(exchange.caller, exchange.surface),
     )
@@ -136,7 +136,7 @@ async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> Cach
         text_request=exchange.text_request,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.text_request.seeded,
-        policy=f"{exact.config.policy}\n{state.plan.small or ''}",
+        policy=f"{exact.config.policy}\n{state.plan.recipe}",
     )
     began = time.monotonic()
     lookup = state.lookups.exact = await exact.look(key, requested=exchange.text_request.cache, stale=stale)

@@ -62,6 +62,7 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
     think: bool | None = None  # whether the model is to reason first; None: as it likes
     show_reasoning: bool = True  # False: the reasoning is left out of the answer
     prediction: str = ""  # text that the answer may repeat: draft tokens, where the engine speculates
+    begun: str = ""  # text of the answer that the client has already: the model continues after it
     sources: tuple[SourceText, ...] = ()  # that the answer is to be made from
     overflow: Literal["refuse", "drop", "summarise"] | None = None  # None: as the configuration has it
 

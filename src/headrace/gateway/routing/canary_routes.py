@@ -41,7 +41,7 @@ class CanaryRoutes:
     def apply(self, exchange: Exchange, plan: RoutePlan) -> RoutePlan:
         """Return the plan with its arm. A request that names a variant gets that variant."""
         route = self.by_control.get(plan.variant)
-        if route is None or plan.cascade is not None or "@" in exchange.text_request.model:
+        if route is None or plan.is_composed or "@" in exchange.text_request.model:
             return plan
         if not self.may_use(exchange.caller, route.candidate):
             return plan

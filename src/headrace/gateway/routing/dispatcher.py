@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from headrace.config import RoutingConfig
 from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.routing.canary_routes import CanaryRoutes
-from headrace.gateway.routing.composite_answerer import Answerer, collect_choices, derive_exchange
+from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, collect_choices, derive_exchange
 from headrace.gateway.routing.golden import AnswerCheck
 from headrace.gateway.routing.health import VariantHealth
+from headrace.gateway.routing.opening import ROLE
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
@@ -45,9 +46,21 @@ class Dispatcher:
 
     def route(self, exchange: Exchange) -> RoutePlan:
         plan = RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
+        if plan.opening is not None and (why := self._why_not_opened(plan.variant, plan.opening.small)) is not None:
+            decisions = (*plan.decisions, RoutingDecision(ROLE, plan.variant, f"answers alone: {why}"))
+            plan = replace(plan, opening=None, decisions=decisions)
         if self.canaries.by_control:
             plan = self.canaries.apply(exchange, plan)
         return self._with_golden(exchange, plan) if self._golden.checks else plan
+
+    def _why_not_opened(self, large: str, small: str) -> str | None:
+        """Return why two variants cannot write one answer together."""
+        if self._fleet.served[large].upstream is not None:
+            return f"{large} is an upstream, which cannot continue a text"
+        for name in (large, small):
+            if self._fleet.served[name].reasoning is not None:
+                return f"{name} reasons before it answers"
+        return None
 
     def check_answers(self, check: AnswerCheck) -> None:
         """Set the checks of whole answers, for the golden fallback."""
@@ -61,13 +74,18 @@ class Dispatcher:
             return plan
         if config.of and plan.variant not in config.of and plan.small not in config.of:
             return plan
-        if text_request.echo or text_request.max_tokens == 0 or not self.canaries.may_use(exchange.caller, golden):
+        if (
+            plan.opening is not None
+            or text_request.echo
+            or text_request.max_tokens == 0
+            or not self.canaries.may_use(exchange.caller, golden)
+        ):
             return plan
         return replace(plan, golden=golden)
 
     def generation(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
         """Return what carries out the plan. Nothing of it runs yet."""
-        is_plain = not plan.steps and not plan.golden and plan.cascade is None and plan.variant not in self._hedgings
+        is_plain = not plan.steps and not plan.golden and not plan.is_composed and plan.variant not in self._hedgings
         if is_plain and self.router.idle and not plan.arm:
             return self._plain(exchange)
         for decision in plan.decisions:

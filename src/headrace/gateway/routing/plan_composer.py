@@ -28,6 +28,7 @@ from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
 from headrace.gateway.routing.golden import AnswerCheck, GoldenAnswerer
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.hedge import HedgedAnswerer, HedgePolicy
+from headrace.gateway.routing.opening import OpeningAnswerer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
@@ -59,7 +60,7 @@ class PlanComposer:
         self._clock = clock
 
     def answering(self, exchange: Exchange, plan: RoutePlan) -> CompositeAnswerer:
-        factory = self._variant(exchange, plan.variant, plan.cascade is None)
+        factory = self._variant(exchange, plan.variant, not plan.is_composed)
         if plan.cascade is not None:
             small, large, cascade = self._variant(exchange, plan.cascade.small, False), factory, plan.cascade
 
@@ -68,6 +69,14 @@ class PlanComposer:
                 return CascadeAnswerer(whole, small, large, cascade, clock=self._clock)
 
             factory = make_cascade
+        elif plan.opening is not None:
+            opener, continuer, opening = self._variant(exchange, plan.opening.small, False), factory, plan.opening
+
+            def make_opening(text_request: TextRequest) -> Answerer:
+                whole = derive_exchange(exchange, exchange.served, text_request)
+                return OpeningAnswerer(whole, opener, continuer, opening, clock=self._clock)
+
+            factory = make_opening
         if plan.golden:
             checked, better = factory, self._variant(exchange, plan.golden, True)
 

@@ -15,11 +15,12 @@ from zoneinfo import ZoneInfo
 import msgspec
 from msgspec.structs import replace
 
-from headrace.config.routing_section import CascadeConfig, ChainConfig, RoutingConfig, StepConfig
+from headrace.config.routing_section import CascadeConfig, ChainConfig, OpeningConfig, RoutingConfig, StepConfig
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
 from headrace.gateway.routing.complexity import WEIGHTS
 from headrace.gateway.routing.composite_answerer import RoutingDecision
+from headrace.gateway.routing.opening import ROLE, why_not_opened
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match
 from headrace.gateway.routing.splits import Split, conversation_key
 from headrace.gateway.serving.exchange import Exchange
@@ -40,12 +41,26 @@ class RoutePlan(msgspec.Struct, frozen=True):
     cascade: CascadeConfig | None = None  # with its threshold resolved
     decisions: tuple[RoutingDecision, ...] = ()
     golden: str = ""  # variant that answers instead if the answer fails a check
+    opening: OpeningConfig | None = None  # its small model begins the answer
     arm: Literal["", "control", "candidate"] = ""  # of the canary that the request takes part in
     control: str = ""  # its control
 
     @property
     def small(self) -> str | None:
-        return None if self.cascade is None else self.cascade.small
+        part = self.opening if self.cascade is None else self.cascade
+        return None if part is None else part.small
+
+    @property
+    def is_composed(self) -> bool:
+        """True if two models take part in the answer by design."""
+        return self.cascade is not None or self.opening is not None
+
+    @property
+    def recipe(self) -> str:
+        """What makes its answers others than those of `variant`, for the caches' keys."""
+        if self.opening is not None:
+            return f"opening {self.opening}"
+        return self.small or ""
 
     def headers(self, later: Sequence[RoutingDecision] = ()) -> dict[str, str]:
         """Return the header. `later`: decisions made while answering."""
@@ -67,6 +82,7 @@ class _Choice(msgspec.Struct):
     decisions: list[RoutingDecision] = []
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
+    opening: str | None = None
 
 
 class Router:
@@ -105,7 +121,9 @@ class Router:
             plan = self._with_cascade(choice.cascade, choice, exchange.text_request)
             if plan is not None:
                 return plan
-        return self._with_chain(choice)
+        opening = None if choice.opening is None else self._opening(choice.opening, choice, exchange.text_request)
+        plan = self._with_chain(choice)
+        return plan if opening is None or plan.variant != opening.large else replace(plan, opening=opening)
 
     def _follow(self, rule: Rule, facts: RoutingFacts, choice: _Choice) -> None:
         config = rule.config
@@ -113,6 +131,8 @@ class Router:
             target = f"split {config.split}"
         elif config.chain is not None:
             target = f"chain {config.chain}"
+        elif config.opening is not None:
+            target = f"opening {config.opening}"
         else:
             target = f"cascade {config.cascade}" if config.cascade is not None else config.variant or ""
         choice.decisions.append(RoutingDecision("rule", config.name, f"to {target}"))
@@ -126,6 +146,9 @@ class Router:
         elif config.cascade is not None:
             choice.cascade = config.cascade
             choice.variant = self.config.cascades[config.cascade].large
+        elif config.opening is not None:
+            choice.opening = config.opening
+            choice.variant = self.config.openings[config.opening].large
 
     def _split(self, name: str, exchange: Exchange, choice: _Choice) -> None:
         split = self._splits[name]
@@ -161,6 +184,20 @@ class Router:
             cascade=cascade,
             decisions=rest.decisions,
         )
+
+    def _opening(self, name: str, choice: _Choice, text_request: TextRequest) -> OpeningConfig | None:
+        """Return None if the large model must answer alone."""
+        opening = self.config.openings[name]
+        why = why_not_opened(text_request)
+        if why is not None:
+            choice.decisions.append(RoutingDecision(ROLE, opening.large, f"answers alone: {why}"))
+            return None
+        reason = self._why_not(opening.small)
+        if reason is not None:
+            choice.decisions.append(RoutingDecision("health", opening.large, f"{opening.small}: {reason}"))
+            return None
+        choice.decisions.append(RoutingDecision(ROLE, opening.small, f"begins, {opening.large} takes over"))
+        return opening
 
     def _with_chain(self, choice: _Choice) -> RoutePlan:
         named = choice.chain or self._chain_of.get(choice.variant)

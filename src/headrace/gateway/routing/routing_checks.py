@@ -22,7 +22,7 @@ from headrace.surfaces import SURFACES
 Finding = tuple[str, str]  # a key by its path, and what is wrong with it
 
 PROFILES: Final = ("standard", "fast", "golden")
-_TARGETS: Final = ("variant", "split", "cascade", "chain")
+_TARGETS: Final = ("variant", "split", "cascade", "chain", "opening")
 
 
 def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "routing") -> Iterator[Finding]:
@@ -65,6 +65,12 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
                 read_labelled(Path(cascade.calibration).expanduser())
             except (CalibrationError, RuntimeError) as error:
                 yield f"{here}.calibration", str(error)
+    for name, opening in config.openings.items():
+        here = f"{where}.{key_path('openings', name)}"
+        yield from _known("variant", opening.small, variants, f"{here}.small")
+        yield from _known("variant", opening.large, variants, f"{here}.large")
+        if opening.small == opening.large:
+            yield f"{here}.large", "expected a variant other than `small`"
     for name, chain in config.chains.items():
         yield from _chain(chain, variants, f"{where}.{key_path('chains', name)}")
     for variant, hedge in config.hedges.items():
@@ -98,6 +104,7 @@ def _rule(rule: RuleConfig, config: RoutingConfig, variants: Collection[str], wh
         "split": config.splits,
         "cascade": config.cascades,
         "chain": config.chains,
+        "opening": config.openings,
     }
     for target in given:
         yield from _known(target, getattr(rule, target), tables[target], f"{where}.{target}")

@@ -26,7 +26,7 @@ from headrace.gateway.output.reasoning import after_reasoning
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, Tool, combine_usages
 from headrace.gateway.serving.exchange import Exchange, Prompt
 from headrace.gateway.serving.fleet import ServedVariant
-from headrace.models.text.user_text import plain
+from headrace.models.text.user_text import UserText, plain
 
 _LONG_TEXT: Final = 16 * 1024  # characters; a longer text is rendered and tokenised in a thread
 _GRAMMAR_LIMITS: Final = GrammarLimits()
@@ -49,7 +49,7 @@ class EngineAnswering:
         """Tokenise, and submit to the engine. ApiError for a request that is rejected before that."""
         exchange = self.exchange
         try:
-            texts = await prompts_of(exchange)
+            texts = _with_begun(exchange, await prompts_of(exchange))
             self.prompts = [prompt.tokens for prompt in texts]
             self._make_readers([prompt.tail for prompt in texts])
             prediction = await _predicted_tokens(exchange)
@@ -191,6 +191,19 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
             raise told from None
     exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
     exchange.shaped_at = exchange.shaped_at or time.monotonic()
+    return found
+
+
+def _with_begun(exchange: Exchange, prompts: list[Prompt]) -> list[Prompt]:
+    """Add the text that the answer has already. Control tokens in it are plain text."""
+    text, served = exchange.text_request.begun, exchange.served
+    if not text:
+        return prompts
+    begun = tuple(served.tokenizer.encode(UserText(text), add_special_tokens=False))
+    found = [Prompt(prompt.tokens + begun, plain((prompt.tail + text)[-256:])) for prompt in prompts]
+    longest = max(len(prompt.tokens) for prompt in found)
+    if longest >= served.context:
+        raise _too_long(served, str(longest), "prompt", answered=True)
     return found
 
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.degradation.ladder.sentences import split_sentences
 from headrace.gateway.folded_words import folded, words
+from headrace.gateway.sentences import split_sentences
 
 MOST_FACTS: Final = 200
 _CITATION: Final = re.compile(r"\[[^\[\]\n]{1,60}\]")

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.degradation.ladder.sentences import split_sentences
+from headrace.gateway.sentences import split_sentences
 from headrace.pipelines.collections.blocks import Block
 
 _SMALL: Final = 0.25  # a section with less of a chunk's tokens shares a chunk with the next one

@@ -15,8 +15,8 @@ from headrace.gateway.degradation.ladder.extractive_answer import (
     question_and_sources,
 )
 from headrace.gateway.degradation.ladder.question_terms import parse_questions, stem
-from headrace.gateway.degradation.ladder.sentences import split_sentences
 from headrace.gateway.requests.text_request import SourceText
+from headrace.gateway.sentences import split_sentences
 
 OFFICES = [
     SourceText(

@@ -25,11 +25,11 @@ from headrace.gateway.degradation.ladder.question_terms import (
     stem,
 )
 from headrace.gateway.degradation.ladder.sentence_entities import has_kind
-from headrace.gateway.degradation.ladder.sentences import TextSpan, split_sentences
 from headrace.gateway.degradation.shaping.conversation import ChatMessage
 from headrace.gateway.degradation.shaping.sources import extract_numbered_passages, extract_tagged_sources
 from headrace.gateway.folded_words import ANY_WORD, folded, raw_words, words
 from headrace.gateway.requests.text_request import SourceText
+from headrace.gateway.sentences import TextSpan, split_sentences
 
 NOT_THERE: Final = "That is not in the sources."
 _K1: Final = 1.2

@@ -37,6 +37,7 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "template_hints": "wish; dropped if the upstream takes neither the parameter nor chat_template_kwargs",
     "show_reasoning": "done here: the reasoning is left out of the answer",
     "prediction": "done here: it does not change an answer, and upstreams draft by themselves",
+    "begun": "done here: only engines of this server continue a text",
     "think": "wish; if it cannot be sent, unwanted reasoning is dropped",
     "max_tokens": "sent, limited to the room in the context if the prompt's tokens are known",
     "min_tokens": "sent",
