@@ -33,9 +33,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     max_sequences: int = 64  # running at once
     queued_sequences: int = 4096  # waiting
     prefix_cache: bool = True
-    speculation: str = "ngram"  # "ngram", "none", or "model": with draft_model
+    speculation: str = "ngram"  # "ngram", "none", "model": with draft_model, or "self": with skip_layers
     draft_model: str | None = None
     draft_weights: str | None = None  # None: as the model's weights
+    skip_layers: tuple[int, ...] = ()  # that the model leaves out when it drafts for itself
     most_drafts: int = 8  # draft tokens for one sequence in one step
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # token ids that every tenant may share
     saved_prefixes: str | None = None  # a folder where pinned prefixes survive a restart

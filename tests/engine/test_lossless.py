@@ -174,7 +174,7 @@ def test_the_plain_outputs_are_worth_comparing(plain: list[Running]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ngram", "replay", "half right", "noise", "model"])
+@pytest.mark.parametrize("name", ["ngram", "replay", "half right", "noise", "model", "self", "self, int4"])
 def test_outputs_are_the_same_with_drafts(
     executor: CpuExecutor, folder: ModelFolder, grammars: GrammarCompiler, plain: list[Running], name: str
 ) -> None:
@@ -189,6 +189,12 @@ def test_outputs_are_the_same_with_drafts(
             drafter = ReplayDrafter(outputs, 0.5)
         case "noise":
             drafter = Noise(outputs, executor.spec.vocab_size)
+        case "self":
+            own = executor.drafting(folder, (1,))
+            drafter = DraftModelDrafter(own, vocab_size=executor.spec.vocab_size)
+        case "self, int4":
+            own = executor.drafting(folder, (), weights="int4")
+            drafter = DraftModelDrafter(own, vocab_size=executor.spec.vocab_size)
         case _:
             drafter = DraftModelDrafter(load(folder), vocab_size=executor.spec.vocab_size)
     speculator = Speculator(drafter, DraftLength(most=6, prior=0.9))

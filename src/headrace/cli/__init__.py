@@ -51,6 +51,7 @@ COMMANDS = {
     "serve": "Serve models to OpenAI and Anthropic clients.",
     "shadows": "Show how the answers of shadows differ from the served ones.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
+    "speculate": "Find how a model drafts for itself best, and what that gains on your prompts.",
     "status": "Show a running server: its variants, queue, throughput and tenants.",
     "techniques": "List the techniques that may change an answer, and which of them a configuration uses.",
     "trace": "Print where the time of one request of a running server went.",

@@ -26,6 +26,8 @@ from tests.support.tiny_engine import open_tiny
         ({"speculation": "model"}, "draft_model"),
         ({"draft_model": "draft"}, "draft_model"),
         ({"draft_weights": "int3"}, "draft_weights"),
+        ({"speculation": "self"}, "skip_layers"),
+        ({"skip_layers": [1]}, "skip_layers"),
         ({"threads": 0}, "threads"),
         ({"max_rows": 0}, "max_rows"),
         ({"max_sequences": 5000}, "max_sequences"),

@@ -174,7 +174,7 @@ def test_a_header_is_short_and_plain_whatever_names_are() -> None:
     [
         ({"rules": [{"name": "a", "variant": "maxi"}]}, "routing.rules[0].variant", 'unknown variant "maxi"'),
         ({"rules": [{"name": "a", "split": "x"}]}, "routing.rules[0].split", 'unknown split "x"; known splits: none'),
-        ({"rules": [{"name": "a"}]}, "routing.rules[0]", "exactly one of variant, split, cascade, chain, found none"),
+        ({"rules": [{"name": "a"}]}, "routing.rules[0]", "exactly one of variant, split, cascade, chain, opening"),
         (
             {"rules": [{"name": "a", "variant": "mini", "chain": "safe"}], "chains": {"safe": CHAIN}},
             "routing.rules[0]",

@@ -59,7 +59,9 @@ def find_bottleneck(
     reused: float,
 ) -> Bottleneck:
     """Measure the variant's steps, compare them with the floors, and name what takes most of a request's time."""
-    opened = open_variant(msgspec.structs.replace(variant, speculation="none", draft_model=None), folder=folder)
+    opened = open_variant(
+        msgspec.structs.replace(variant, speculation="none", draft_model=None, skip_layers=()), folder=folder
+    )
     try:
         steps = measure_steps(opened)
         tokeniser = _tokenising(opened.tokenizer, jobs)

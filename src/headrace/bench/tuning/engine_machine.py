@@ -155,7 +155,12 @@ class EngineMachine:
             # Speculation, batching and caches change no token, so only what does is compared.
             def plain(one: Setting) -> Variant:
                 return msgspec.structs.replace(
-                    self.variant(one), speculation="none", draft_model=None, context=None, kv_tokens=None
+                    self.variant(one),
+                    speculation="none",
+                    draft_model=None,
+                    skip_layers=(),
+                    context=None,
+                    kv_tokens=None,
                 )
 
             candidate, reference = plain(setting), plain(self._reference)

@@ -58,6 +58,8 @@ def _with_draft(variant: Variant) -> Iterator[Variant]:
     if variant.speculation == "model" and variant.draft_model is not None:
         weights = variant.draft_weights or variant.weights
         yield msgspec.structs.replace(variant, model=variant.draft_model, weights=weights, group=None, keep=())
+    if variant.speculation == "self":  # its KV, and its weights if they have another precision
+        yield msgspec.structs.replace(variant, weights=variant.draft_weights or variant.weights)
 
 
 def _add(result: ConfiguredMemory, variant: Variant, replicas: int, shared: set[str]) -> None:

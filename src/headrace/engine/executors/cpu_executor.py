@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -30,6 +30,7 @@ from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
+from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
 from headrace.models.spec import ModelSpec, is_product
 from headrace.models.step_work import StepWork, step_work
 from headrace.models.weight_choice import choose_plan
@@ -63,6 +64,7 @@ def check_options(folder: ModelFolder, variant: Variant) -> None:
     spec = folder.spec
     context = default_context(spec) if variant.context is None else variant.context
     _check_sizes(spec, 1 if variant.threads is None else variant.threads, context)
+    check_skipped(spec, variant.skip_layers)
     choose_isa(variant.isa, variant.arithmetic)
 
 
@@ -154,6 +156,8 @@ class CpuExecutor:
         self.kv_type: KvType = kv
         self.capacity = capacity
         self.threads = pool.threads
+        self._pool = pool
+        self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
         self._kv = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, capacity.blocks, kv)
         self._sampler = Sampler(spec.vocab_size, pool, isa)
@@ -213,6 +217,31 @@ class CpuExecutor:
             time.perf_counter() - started, report.weight_bytes, report.mapped, report.scratch_bytes
         )
         return executor
+
+    def drafting(
+        self,
+        folder: ModelFolder,
+        skipped: Collection[int],
+        *,
+        weights: str | None = None,
+        cache: Path | None = None,
+    ) -> CpuExecutor:
+        """Return an executor of this model without some layers, to draft for it. It has its own KV memory and shares
+        the weights, unless `weights` names another precision, and the threads: only one of both may step at a time."""
+        plan, tensors = self.plan, self._tensors
+        if weights is not None:
+            plan = choose_plan(folder, weights)
+            tensors = load_tensors(folder, plan, self._pool, cache=cache)
+        shorter = LoadedTensors(shorter_tensors(self.spec, tensors.tensors, skipped), tensors.bytes, tensors.mapped)
+        return CpuExecutor(
+            shorter_spec(self.spec, skipped),
+            plan,
+            shorter,
+            self._pool,
+            kv=self.kv_type,
+            capacity=self.capacity,
+            isa=self.isa,
+        )
 
     @property
     def arithmetic(self) -> str:

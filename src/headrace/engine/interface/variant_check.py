@@ -10,7 +10,7 @@ from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
 MOST_ROWS: Final = 65_536  # of a step, as the core allows
-SPECULATION: Final = ("none", "ngram", "model")
+SPECULATION: Final = ("none", "ngram", "model", "self")
 
 
 def check_variant(variant: Variant) -> None:
@@ -27,6 +27,13 @@ def check_variant(variant: Variant) -> None:
             "'draft_model' requires speculation 'model', and speculation 'model' requires 'draft_model'.",
             parameter="draft_model",
         )
+    if variant.speculation == "self" and not variant.skip_layers and variant.draft_weights is None:
+        raise RequestError(
+            "Speculation 'self' requires 'skip_layers', 'draft_weights' or both: what makes the draft cheaper.",
+            parameter="skip_layers",
+        )
+    if variant.skip_layers and variant.speculation != "self":
+        raise RequestError("'skip_layers' requires speculation 'self'.", parameter="skip_layers")
     if variant.draft_weights not in (None, AUTO):
         parse_precision(variant.draft_weights, parameter="draft_weights")
     for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts"):

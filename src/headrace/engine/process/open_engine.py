@@ -95,7 +95,7 @@ def open_variant(
         scheduler,
         blocks,
         tokenizer,
-        speculator=_speculator(variant, executor) if spec.kind == "decoder" else None,
+        speculator=_speculator(variant, folder, executor) if spec.kind == "decoder" else None,
         tiers=_tiers(variant, blocks, executor, identity, cipher) if reuse else None,
         step_time=step_time,
         sequences=variant.max_sequences,
@@ -122,10 +122,14 @@ def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | No
     )
 
 
-def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
+def _speculator(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -> Speculator | None:
     lengths = DraftLength(most=variant.most_drafts)
     if variant.speculation == "ngram":
         return Speculator(NgramDrafter(), lengths)
+    cache = cache_folder() if variant.cache else None
+    if variant.speculation == "self":
+        own = executor.drafting(folder, variant.skip_layers, weights=variant.draft_weights, cache=cache)
+        return Speculator(DraftModelDrafter(own, vocab_size=executor.spec.vocab_size), lengths)
     if variant.speculation == "none" or variant.draft_model is None:
         return None
     draft = CpuExecutor.load(
@@ -136,7 +140,7 @@ def _speculator(variant: Variant, executor: CpuExecutor) -> Speculator | None:
         context=executor.capacity.context,
         kv_tokens=executor.capacity.blocks * executor.capacity.block_tokens,
         isa=executor.isa,
-        cache=cache_folder() if variant.cache else None,
+        cache=cache,
     )
     return Speculator(DraftModelDrafter(draft, vocab_size=executor.spec.vocab_size), lengths)
 

@@ -67,6 +67,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "template_hints": ({"template_hints": {"reasoning_effort": "low"}}, None),
     "show_reasoning": ({"show_reasoning": False}, None),
     "prediction": ({"prediction": "Hello"}, None),
+    "begun": ({"begun": "Hello"}, None),
     "think": ({"think": False}, None),
     "max_tokens": ({"max_tokens": 7}, None),
     "min_tokens": ({"min_tokens": 7}, "min_tokens"),
