@@ -73,6 +73,14 @@ class Assembly {
     return {values.data(), values.data() + values.size()};
   }
 
+  // Zeros follow the values, up to `size`.
+  std::vector<float> list_of(const std::string& name, int64_t count, int64_t size) const {
+    Array<float, 1> values = vector(name, count);
+    std::vector<float> list(static_cast<size_t>(size));
+    std::copy(values.data(), values.data() + count, list.begin());
+    return list;
+  }
+
   NormWeights norm(const std::string& name, int64_t size) const {
     NormWeights norm;
     if (!has(name)) return norm;
@@ -102,6 +110,55 @@ class Assembly {
   nb::dict tensors_;
 };
 
+RecurrentShape recurrent_shape(const nb::dict& facts) {
+  RecurrentShape shape;
+  const std::string kind = fact<std::string>(facts, "kind");
+  if (kind == "short_conv") shape.kind = RecurrentKind::kShortConv;
+  if (kind == "scan") shape.kind = RecurrentKind::kScan;
+  if (kind == "delta") shape.kind = RecurrentKind::kDelta;
+  if (shape.kind == RecurrentKind::kNone) refuse("unknown kind of recurrent layer '" + kind + "'");
+  shape.taps = fact<int64_t>(facts, "taps");
+  shape.heads = fact<int64_t>(facts, "heads");
+  shape.groups = fact<int64_t>(facts, "groups");
+  shape.head_size = fact<int64_t>(facts, "head_size");
+  shape.state_size = fact<int64_t>(facts, "state_size");
+  shape.norm_size = fact<int64_t>(facts, "norm_size");
+  shape.norm_first = fact<bool>(facts, "norm_first");
+  shape.eps = fact<float>(facts, "eps");
+  shape.step_least = fact<float>(facts, "step_least");
+  shape.step_most = fact<float>(facts, "step_most");
+  for (int64_t size : {shape.taps, shape.heads, shape.groups + 1, shape.head_size, shape.state_size + 1}) {
+    if (size < 1 || size > (int64_t{1} << 20)) refuse("a recurrent size is out of range: " + std::to_string(size));
+  }
+  return shape;
+}
+
+RecurrentWeights recurrent_weights(const Assembly& parts, const RecurrentShape& shape, const std::string& name) {
+  RecurrentWeights weights;
+  const int64_t channels = shape.channels();
+  const int64_t stride = round_up(channels, kStateLanes);
+  const std::vector<float> taps = parts.list_of(name + ".conv", channels * shape.taps, channels * shape.taps);
+  weights.taps.resize(static_cast<size_t>(shape.taps * stride));
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t k = 0; k < shape.taps; ++k) {
+      weights.taps[static_cast<size_t>(k * stride + c)] = taps[static_cast<size_t>(c * shape.taps + k)];
+    }
+  }
+  weights.conv_bias.resize(static_cast<size_t>(stride));
+  if (parts.has(name + ".conv.bias")) weights.conv_bias = parts.list_of(name + ".conv.bias", channels, stride);
+  if (shape.kind == RecurrentKind::kShortConv) return weights;
+  weights.step_bias = parts.list_of(name + ".step_bias", shape.heads, shape.heads);
+  weights.decay = parts.list_of(name + ".decay", shape.heads, shape.heads);
+  for (float& decay : weights.decay) decay = -static_cast<float>(std::exp(double{decay}));  // stored as a logarithm
+  weights.skip.resize(static_cast<size_t>(shape.heads));
+  if (parts.has(name + ".skip")) weights.skip = parts.list_of(name + ".skip", shape.heads, shape.heads);
+  if (parts.has(name + ".norm")) {
+    const int64_t size = static_cast<int64_t>(parts.vector(name + ".norm", -1).size());
+    weights.norm = parts.list_of(name + ".norm", size, size + kStateLanes);
+  }
+  return weights;
+}
+
 Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index, nb::handle entry) {
   const std::string name = "layers." + std::to_string(index);
   const std::string attn = name + ".attn";
@@ -130,8 +187,19 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     }
   }
   layer.sinks = parts.list(attn + ".sinks");
-  layer.qkv = parts.product(attn + ".qkv");
-  layer.o = parts.product(attn + ".o");
+  layer.attends = fact<std::string>(facts, "mixer") == "attention";
+  layer.recurs = fact<std::string>(facts, "mixer") == "recurrent";
+  layer.feeds = fact<bool>(facts, "mlp");
+  if (layer.attends) {
+    layer.qkv = parts.product(attn + ".qkv");
+    layer.o = parts.product(attn + ".o");
+  }
+  if (layer.recurs) {
+    if (w.recurrent.kind == RecurrentKind::kNone) refuse("the description lacks the shape of recurrent layers");
+    layer.recurrent_in = parts.product(name + ".recurrent.in");
+    layer.recurrent_out = parts.product(name + ".recurrent.out");
+    layer.recurrent = recurrent_weights(parts, w.recurrent, name + ".recurrent");
+  }
   if (w.latent > 0) {
     layer.kv_latent_norm = parts.norm(attn + ".kv_latent_norm", w.latent);
     layer.kv_up = parts.product(attn + ".kv_up");
@@ -140,6 +208,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     layer.q_latent_norm = parts.norm(attn + ".q_latent_norm", w.query_latent);
     layer.q_up = parts.product(attn + ".q_up");
   }
+  if (!layer.feeds) return layer;
   if (experts == 0) {
     layer.mlp = parts.mlp(feed, w.gated);
     return layer;
@@ -185,7 +254,8 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.qk_norm = static_cast<QkNorm>(
       chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full", "each_head"}, "qk norm"));
   w.activation = static_cast<Activation>(chosen(parts.value<std::string>("activation"),
-                                                {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu"}, "activation"));
+                                                {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu", "squared_relu"},
+                                                "activation"));
   w.gate_slope = parts.value<float>("gate_slope");
   w.gate_limit = parts.value<float>("gate_limit");
   w.attention_scale = parts.value<float>("attention_scale");
@@ -204,6 +274,9 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.top_groups = parts.value<int64_t>("top_groups");
   w.group_best = parts.value<int64_t>("group_best");
   w.parallel = parts.value<bool>("parallel");
+  w.attention_gate = parts.value<bool>("attention_gate");
+  nb::object recurrent = parts.value<nb::object>("recurrent");
+  if (!recurrent.is_none()) w.recurrent = recurrent_shape(facts_of(recurrent, "recurrent"));
   for (int64_t size : {w.vocab, w.hidden, w.heads, w.kv_heads, w.head_size, w.latent + 1, w.query_latent + 1}) {
     if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
   }
@@ -226,7 +299,13 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
     w.ropes.push_back(std::move(rope));
   }
   size_t index = 0;
-  for (nb::handle entry : parts.value<nb::list>("layers")) w.layers.push_back(assemble_layer(parts, w, index++, entry));
+  int64_t kv = 0, state = 0;
+  for (nb::handle entry : parts.value<nb::list>("layers")) {
+    w.layers.push_back(assemble_layer(parts, w, index++, entry));
+    Layer& layer = w.layers.back();
+    layer.kv = layer.attends ? kv++ : 0;
+    layer.state = layer.recurs ? state++ : 0;
+  }
   w.final_norm = parts.norm("norm", w.hidden);
   if (parts.value<bool>("tied")) {
     w.head.weights = w.embed;

@@ -211,7 +211,8 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
 
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
-          MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts) {
+          MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::object states,
+          nb::object state_slots) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -257,6 +258,18 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     check_natural(seconds, "second_texts");
     if (static_cast<int64_t>(seconds.size()) != args.sequences) refuse("second_texts must have one entry a sequence");
     args.second_texts = seconds.data();
+  }
+  Array<int32_t, 1> slots;
+  if (!states.is_none()) {
+    try {
+      args.states = &nb::cast<States&>(states);
+      slots = nb::cast<Array<int32_t, 1>>(state_slots, false);
+    } catch (const nb::cast_error&) {
+      refuse("states must be States, and state_slots an array of i32");
+    }
+    check_natural(slots, "state_slots");
+    if (static_cast<int64_t>(slots.size()) != args.sequences) refuse("state_slots must have one entry a sequence");
+    args.state_slots = slots.data();
   }
   nb::gil_scoped_release free;
   self.model->step(args);
@@ -453,9 +466,24 @@ NB_MODULE(_core, module) {
       .def("read_block", &read_block, "block"_a, "out"_a.noconvert())
       .def("write_block", &write_block, "block"_a, "bytes"_a.noconvert());
 
+  nb::class_<States>(module, "States")
+      .def(nb::init<int64_t, int64_t>(), "slots"_a, "floats"_a)
+      .def_prop_ro("slots", &States::slots)
+      .def(
+          "copy",
+          [](States& states, int64_t source, int64_t target) {
+            for (int64_t slot : {source, target}) {
+              if (slot < 0 || slot >= states.slots()) refuse("state slot " + std::to_string(slot) + " does not exist");
+            }
+            if (source != target) states.copy(source, target);
+          },
+          "source"_a, "target"_a);
+
   nb::class_<BoundModel>(module, "Model")
       .def("__init__", &make_model, "description"_a, "tensors"_a, "pool"_a, "max_rows"_a, "isa"_a)
       .def_prop_ro("isa", [](const BoundModel& self) { return std::string(self.model->kernels().name); })
+      .def_prop_ro("kv_layers", [](const BoundModel& self) { return self.model->kv_layers(); })
+      .def_prop_ro("state_floats", [](const BoundModel& self) { return self.model->state_floats(); })
       .def_prop_ro("scratch_bytes", [](const BoundModel& self) { return self.model->scratch_bytes(); })
       .def("stage_seconds",
            [](const BoundModel& self) {
@@ -472,7 +500,8 @@ NB_MODULE(_core, module) {
            })
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
-           "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none());
+           "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "states"_a = nb::none(),
+           "state_slots"_a = nb::none());
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(

@@ -13,10 +13,11 @@ namespace headrace {
 
 constexpr int64_t kRowPad = 128;         // floats; widths of row buffers are multiples of this
 constexpr int64_t kAttentionChunk = 64;  // tokens per softmax update, at absolute positions
+constexpr int64_t kMostTaps = 8;         // of a convolution over time
 constexpr int64_t kPeakBlock = 32;       // logits that share a peak: a panel of the head's, and a word of a mask
 
 // kClampedSilu is gated only: see Opening.
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu };
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu, kSquaredRelu };
 
 // Rows as a product's instructions take them. For integer weights: quantised to int8 by groups of inputs, value = scale
 // * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.
@@ -107,6 +108,41 @@ struct RotationView {
   const float* waves = nullptr;  // [parts / 2, up to whole kWaveRows][parts / 2]{cosine, sine}
 };
 
+// A convolution over time of some channels of one sequence, each with weights of its own.
+struct ConvolutionArgs {
+  const float* values;  // row r of the sequence at values + r * stride
+  const float* before;  // multiplies the inputs, or null; in rows like those of values
+  const float* after;   // multiplies the outputs; null: they pass through silu
+  int64_t stride;
+  float* out;  // may be values
+  int64_t out_stride;
+  int64_t rows;
+  int64_t channels;
+  int64_t taps;          // at most kMostTaps
+  const float* weights;  // [taps][weights_stride]
+  int64_t weights_stride;
+  const float* bias;
+  float* state;  // [taps - 1][weights_stride]
+};
+
+// The recurrence of one head of one sequence, see RecurrentKind.
+struct RecurrenceArgs {
+  const float* queries;  // or C
+  const float* keys;     // or B
+  const float* values;   // or inputs
+  int64_t stride;        // between rows of the three
+  const float* decays;
+  const float* steps;  // or betas
+  int64_t steps_stride;
+  float skip = 0.0f;
+  float* out;
+  int64_t out_stride;
+  int64_t rows;
+  int64_t head_size;
+  int64_t state_size;
+  float* state;  // [state_size][head_size, up to whole lanes]
+};
+
 struct NormArgs {
   const float* weight;
   const float* bias;  // layer norm only
@@ -137,6 +173,10 @@ struct Kernels {
   void (*peaks)(const float* values, int64_t count, float* out);
   // out[i] = e^((values[i] - peak) * scale); returns their sum.
   float (*exponentials)(const float* values, int64_t count, float peak, float scale, float* out);
+  void (*convolve)(const ConvolutionArgs&);
+  void (*scan)(const RecurrenceArgs&);
+  void (*delta)(const RecurrenceArgs&);
+  void (*gate)(float* values, const float* gates, int64_t count, bool sigmoid);  // values *= silu(gates), or sigmoid
 };
 
 // Floats of scratch that attend() needs for tiles of at most `tile_rows` (token, head) rows.

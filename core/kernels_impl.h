@@ -7,6 +7,7 @@
 #include "attention_impl.h"
 #include "kernels.h"
 #include "products_impl.h"
+#include "recurrent_impl.h"
 #include "rotation_impl.h"
 #include "vector_math.h"
 
@@ -177,8 +178,8 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name, kRoundsRows, 0,       32,      product_scratch, product,  quantise_row, rotate,
-                 norm, attend,      softcap, softmax, peak_of,         peaks_of, exponentials};
+  return Kernels{name,    kRoundsRows, 0,       32,       product_scratch, product,  quantise_row, rotate, norm, attend,
+                 softcap, softmax,     peak_of, peaks_of, exponentials,    convolve, scan,         delta,  gate};
 }
 
 }  // namespace

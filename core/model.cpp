@@ -10,8 +10,6 @@
 namespace headrace {
 namespace {
 
-int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
-
 constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
 
 // Panels of what a product stores: gates and the values that they open become one.
@@ -52,7 +50,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   const int threads = pool.threads();
   hidden_pad_ = pad_row(w_.hidden);
   q_pad_ = pad_row(w_.heads * w_.head_size);
-  qkv_pad_ = pad_row((w_.heads + 2 * w_.kv_heads) * w_.head_size);
+  qkv_pad_ = pad_row((w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size);
   inner_pad_ = pad_row(std::max({w_.inner, w_.expert_inner, w_.shared_inner}));
   tile_rows_ = std::max(kernels.attention_rows, heads_per_kv);
 
@@ -67,11 +65,17 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   };
   embed_rotation_ = rotation_of(w_.embed);
   for (Layer& layer : w_.layers) {
-    measure(layer.qkv);
-    measure(layer.o);
+    if (layer.attends) {
+      measure(layer.qkv);
+      measure(layer.o);
+    }
+    if (layer.recurs) {
+      measure(layer.recurrent_in);
+      measure(layer.recurrent_out);
+    }
     if (layer.q_up.present()) measure(layer.q_up);
     if (layer.kv_up.present()) measure(layer.kv_up);
-    if (layer.experts.empty()) {
+    if (layer.experts.empty() && layer.feeds) {
       measure(layer.mlp.up);
       measure(layer.mlp.down);
     }
@@ -104,6 +108,13 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     expanded_ = Buffer<float>(max_rows * expanded_pad_);
     raised_ = Buffer<float>(max_rows * pad_row(std::max(w_.latent, w_.query_latent)));
   }
+  if (state_floats() > 0) {
+    mixed_pad_ = pad_row(w_.recurrent.outputs());
+    recurred_pad_ = pad_row(w_.recurrent.inner());
+    mixed_ = Buffer<float>(max_rows * mixed_pad_);
+    recurred_ = Buffer<float>(max_rows * recurred_pad_);
+    steps_ = Buffer<float>(max_rows * 2 * w_.recurrent.heads);
+  }
   expert_rows_ = experts ? max_rows * w_.top_k : 0;
   const int64_t inner_rows = std::max(expert_rows_, max_rows);
   inner_ = Buffer<float>(inner_rows * inner_pad_);
@@ -132,7 +143,8 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   sines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
   attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(w_.head_size, 16)), 16);
   attention_scratch_ = Buffer<float>(attention_stride_ * threads);
-  row_scratch_stride_ = pad_row(std::max(w_.heads * w_.head_size, w_.hidden));
+  row_scratch_stride_ = pad_row(
+      std::max({w_.heads * w_.head_size, w_.hidden, w_.recurrent.norm_size, 2 * pad_row(w_.recurrent.state_size)}));
   row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
   product_scratch_ = Buffer<uint8_t>(product_stride_ * threads);
   spread_distances();
@@ -160,9 +172,11 @@ void Model::spread_distances() {
 int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
-  for (const Buffer<float>* buffer :
-       {&residual_, &normed_, &qkv_, &latents_, &expanded_, &raised_, &attended_, &inner_, &joined_, &attention_out_,
-        &router_, &expert_weight_, &expert_out_, &expert_in_, &cosines_, &sines_, &attention_scratch_, &row_scratch_}) {
+  for (const Buffer<float>* buffer : {&residual_,   &normed_,    &qkv_,     &latents_, &expanded_,
+                                      &raised_,     &attended_,  &inner_,   &joined_,  &attention_out_,
+                                      &mixed_,      &recurred_,  &steps_,   &router_,  &expert_weight_,
+                                      &expert_out_, &expert_in_, &cosines_, &sines_,   &attention_scratch_,
+                                      &row_scratch_}) {
     total += buffer->bytes();
   }
   return total;
@@ -527,6 +541,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       }
     });
   }
+  if (w_.attention_gate) gate_attention(rows);
   times_.end(Stage::kAttention);
   fit_rows(rows, attended_.data(), q_pad_, attended, layer.o);
   multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
@@ -805,6 +820,22 @@ void Model::results(const StepArgs& args) {
   });
 }
 
+// Queries of all rows in qkv_, and their keys and values in their blocks.
+void Model::heads_of_rows(const StepArgs& args, const Layer& layer) {
+  prepare(args.rows, layer.attn_norm, layer.qkv);
+  times_.end(Stage::kPrepare);
+  if (w_.latent > 0) {
+    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, latents_.data(), latents_pad_);
+    times_.end(Stage::kQkv);
+    expand_latents(layer, args.rows);
+  } else {
+    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, qkv_.data(), qkv_pad_);
+    times_.end(Stage::kQkv);
+  }
+  split_heads(args, layer, layer.kv);
+  times_.end(Stage::kHeads);
+}
+
 void Model::step(const StepArgs& args) {
   check_step(args);
   std::lock_guard<std::mutex> turn(pool_.turn());
@@ -817,31 +848,28 @@ void Model::step(const StepArgs& args) {
   int64_t rows = args.rows;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
-    const int64_t index = static_cast<int64_t>(i);
-    prepare(rows, layer.attn_norm, layer.qkv);
-    times_.end(Stage::kPrepare);
-    if (w_.latent > 0) {
-      multiply(layer.qkv, normed_.data(), hidden_pad_, rows, latents_.data(), latents_pad_);
-      times_.end(Stage::kQkv);
-      expand_latents(layer, rows);
-    } else {
-      multiply(layer.qkv, normed_.data(), hidden_pad_, rows, qkv_.data(), qkv_pad_);
-      times_.end(Stage::kQkv);
+    if (layer.recurs) {
+      recur(args, layer);
+    } else if (layer.attends) {
+      heads_of_rows(args, layer);
     }
-    split_heads(args, layer, index);
-    times_.end(Stage::kHeads);
     if (i + 1 == w_.layers.size()) {
       keep_wanted(args);
       rows = args.wanted_count;
       if (rows == 0) return;
     }
-    attention(args, layer, index, rows);
+    if (layer.recurs) {
+      recurrent_output(layer, rows);
+    } else if (layer.attends) {
+      attention(args, layer, layer.kv, rows);
+    }
     if (w_.parallel) {
       std::swap(joined_, attention_out_);
-    } else {
+    } else if (layer.recurs || layer.attends) {
       join(rows, layer.attn_out_norm, layer.attn_residual_norm);
     }
     times_.end(Stage::kJoin);
+    if (!layer.feeds) continue;
     const NormWeights& mlp_norm = layer.mlp_norm.present() || !w_.parallel ? layer.mlp_norm : layer.attn_norm;
     if (layer.experts.empty()) {
       prepare(rows, mlp_norm, layer.mlp.up);

@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "kv.h"
 #include "pool.h"
+#include "recurrent.h"
 #include "rotation.h"
 
 namespace headrace {
@@ -60,12 +61,19 @@ struct Mlp {
   Product down;
 };
 
+inline int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
+
 struct Layer {
-  int64_t window = 0;  // tokens seen up to the query, and where not causal as many from it on; 0: sees all
-  int64_t chunk = 0;   // tokens are seen from the last multiple of this on; 0: sees all
-  int rope = -1;       // -1: no positions
-  bool normed = true;  // with a qk norm
-  bool grows = false;  // queries grow with their position, see ModelWeights::growth
+  bool attends = true;  // its first sublayer is attention ...
+  bool recurs = false;  // ... or recurrent, or there is none
+  bool feeds = true;    // its second sublayer is an MLP or a mixture of experts, or there is none
+  int64_t kv = 0;       // which of the layers with keys and values it is
+  int64_t state = 0;    // which of the layers with a state it is
+  int64_t window = 0;   // tokens seen up to the query, and where not causal as many from it on; 0: sees all
+  int64_t chunk = 0;    // tokens are seen from the last multiple of this on; 0: sees all
+  int rope = -1;        // -1: no positions
+  bool normed = true;   // with a qk norm
+  bool grows = false;   // queries grow with their position, see ModelWeights::growth
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
@@ -73,6 +81,8 @@ struct Layer {
   Product qkv, o;
   NormWeights q_latent_norm, kv_latent_norm;
   Product q_up, kv_up;  // from latents to heads, see ModelWeights::latent
+  Product recurrent_in, recurrent_out;
+  RecurrentWeights recurrent;
   Mlp mlp;
   Product router;
   std::vector<float> router_bias;  // added to the experts' weights when they are chosen, or empty
@@ -124,8 +134,10 @@ struct ModelWeights {
   bool scales_inputs = false;    // an expert's weight multiplies what it reads instead of what it computes
   int64_t expert_groups = 1;     // experts are chosen among those of the best groups
   int64_t top_groups = 1;
-  int64_t group_best = 1;  // a group's rank is the sum of that of its best experts
-  bool parallel = false;   // attention and MLP read the same rows and are added together
+  int64_t group_best = 1;       // a group's rank is the sum of that of its best experts
+  bool attention_gate = false;  // qkv gives a gate of each output of the attention besides, after the values
+  RecurrentShape recurrent;     // of every recurrent layer
+  bool parallel = false;        // attention and MLP read the same rows and are added together
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -150,6 +162,8 @@ struct StepArgs {
   const int32_t* block_tables;  // [sequences][table_stride]
   int64_t table_stride;
   const int32_t* rope_variants;           // [sequences]
+  States* states = nullptr;               // of a model with recurrent layers
+  const int32_t* state_slots = nullptr;   // [sequences], each another
   const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
   int64_t wanted_count;
   const int32_t* wanted;  // [wanted_count], ascending rows
@@ -186,6 +200,8 @@ class Model {
   const Kernels& kernels() const { return kernels_; }
   const ModelWeights& weights() const { return w_; }
   int64_t scratch_bytes() const;
+  int64_t kv_layers() const;                                // at least 1, whatever the layers are
+  int64_t state_floats() const;                             // of a slot of States; 0: no layer has a state
   const StageTimes& stage_times() const { return times_; }  // of all steps so far; not while one runs
 
   // Throws std::invalid_argument on rows, tokens or blocks that do not exist; then nothing was computed.
@@ -198,7 +214,9 @@ class Model {
   };
 
   void check_weights() const;
+  void check_recurrent() const;
   void check_step(const StepArgs& args) const;
+  void check_states(const StepArgs& args) const;
   void spread_distances();
   void place_rows(const StepArgs& args);
   void embed_rows(const StepArgs& args);
@@ -209,14 +227,22 @@ class Model {
                 int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr);
   void multiply_tiled(const ProductArgs& args);
   int64_t qkv_outputs() const {
-    if (w_.latent == 0) return (w_.heads + 2 * w_.kv_heads) * w_.head_size;
+    if (w_.latent == 0) return (w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size;
     return (w_.query_latent > 0 ? w_.query_latent : w_.heads * w_.head_size) + w_.turning + w_.latent;
   }
   void expand_latents(const Layer& layer, int64_t rows);
   void choose_near_best(const float* scores, int64_t count, int64_t row);
   void keep_best_groups(float* rank, int64_t count);
+  void heads_of_rows(const StepArgs& args, const Layer& layer);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
+  void gate_attention(int64_t rows);
+  void recur(const StepArgs& args, const Layer& layer);
+  void measure_steps(const Layer& layer, int64_t rows);
+  void unit_keys(int64_t rows);
+  void gate_rows(const Layer& layer, int64_t rows);
+  void recurrent_output(const Layer& layer, int64_t rows);
+  void recur_rows(const StepArgs& args, const Layer& layer);
   void feed_forward(const Layer& layer, int64_t rows);
   void weigh_experts(const Layer& layer, int64_t rows);
   void mix_experts(const Layer& layer, int64_t rows);
@@ -251,6 +277,8 @@ class Model {
   std::vector<float> expert_rank_;  // [2][experts] of one row: by which they are chosen, and those near the best
   std::vector<float> group_rank_;   // [groups]
   Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
+  Buffer<float> mixed_, recurred_, steps_;  // of recurrent layers: `in`, `out`, and decays and steps of each head
+  int64_t mixed_pad_ = 0, recurred_pad_ = 0;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> bias_;             // [heads][bias_stride_], as attend() takes it

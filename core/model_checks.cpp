@@ -72,14 +72,17 @@ void Model::check_weights() const {
       if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
     }
   }
+  check_recurrent();
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     const std::string name = "layers." + std::to_string(i);
     if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
       refuse(name + " names a rope that is not there");
     if (layer.window < 0 || layer.chunk < 0) refuse(name + " has a negative window");
-    shaped(layer.qkv, qkv_outputs(), w_.hidden, name + ".attn.qkv");
-    shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
+    if (layer.attends) {
+      shaped(layer.qkv, qkv_outputs(), w_.hidden, name + ".attn.qkv");
+      shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
+    }
     if (w_.latent > 0) {
       shaped(layer.kv_up, w_.heads * (w_.head_size - w_.turning + w_.value_size), w_.latent, name + ".attn.kv_up");
       if (!layer.kv_latent_norm.present()) refuse(name + " lacks the norm of its latent");
@@ -89,12 +92,13 @@ void Model::check_weights() const {
       if (!layer.q_latent_norm.present()) refuse(name + " lacks the norm of its queries' latent");
     }
     if (layer.q_norm.present() != layer.k_norm.present()) refuse(name + " lacks a norm of q or k");
-    if (w_.qk_norm != QkNorm::kNone && layer.normed && !layer.q_norm.present()) {
+    if (w_.qk_norm != QkNorm::kNone && layer.attends && layer.normed && !layer.q_norm.present()) {
       refuse(name + " lacks its q and k norms");
     }
     if (!layer.sinks.empty() && static_cast<int64_t>(layer.sinks.size()) != w_.heads) {
       refuse(name + ".attn.sinks has the wrong size");
     }
+    if (!layer.feeds) continue;
     if (layer.experts.empty()) {
       mlp_shaped(layer.mlp, w_.inner, name + ".mlp");
       continue;
@@ -116,7 +120,7 @@ void Model::check_weights() const {
 
 void Model::check_step(const StepArgs& args) const {
   const KvLayout& kv = args.kv->layout();
-  if (kv.layers != static_cast<int64_t>(w_.layers.size()) || kv.heads != w_.kv_heads || kv.head_size != w_.head_size) {
+  if (kv.layers != kv_layers() || kv.heads != w_.kv_heads || kv.head_size != w_.head_size) {
     refuse("the KV memory belongs to a model of another shape");
   }
   if (args.rows < 1 || args.rows > max_rows_) {
@@ -130,6 +134,7 @@ void Model::check_step(const StepArgs& args) const {
       refuse("token " + std::to_string(args.tokens[r]) + " is not in the vocabulary");
     }
   }
+  check_states(args);
   const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;
   const int64_t types = static_cast<int64_t>(w_.token_types.size()) / w_.hidden;
   for (int64_t s = 0; s < args.sequences; ++s) {

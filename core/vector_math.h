@@ -102,6 +102,10 @@ inline F16 activation_of(Activation kind, F16 x) {
     }
     case Activation::kRelu:
       return maximum(x, splat(0.0f));
+    case Activation::kSquaredRelu: {
+      F16 positive = maximum(x, splat(0.0f));
+      return mul(positive, positive);
+    }
     case Activation::kClampedSilu:
       break;  // takes the value too
   }

@@ -100,6 +100,15 @@ class Kv:
     def write_block(self, block: int, bytes: NDArray[np.uint8]) -> None:
         """What `read_block` gave, of this or another KV memory of the same sizes and type. Not while a step runs."""
 
+class States:
+    """Recurrent states of sequences: `slots` of `floats` numbers each. Memory that no step touches costs nothing."""
+
+    def __init__(self, slots: int, floats: int) -> None: ...
+    @property
+    def slots(self) -> int: ...
+    def copy(self, source: int, target: int) -> None:
+        """Copy one slot to another. Not while a step runs."""
+
 class Model:
     """A model bound to its weights, ready to run steps of at most `max_rows` new tokens."""
 
@@ -113,6 +122,10 @@ class Model:
     ) -> None: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def kv_layers(self) -> int: ...
+    @property
+    def state_floats(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
     def stage_seconds(self) -> dict[str, float]:
@@ -131,6 +144,8 @@ class Model:
         hidden: bool = False,
         peaks: NDArray[np.float32] | None = None,  # out, [wanted, ceil(vocab / 32)] the largest of every 32 logits
         second_texts: NDArray[np.int32] | None = None,  # [sequences] position where token type 1 begins, -1: nowhere
+        states: States | None = None,  # of a model with recurrent layers
+        state_slots: NDArray[np.int32] | None = None,  # [sequences], each another
     ) -> None: ...
 
 class Sampler:

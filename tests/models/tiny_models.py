@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import model_spec
 from headrace.models.spec import ModelSpec
+from tests.models.tiny_recurrent import RECURRENT
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -825,6 +827,10 @@ TINY |= {
     "modernbert-reranker-mean": Tiny("ModernBertForSequenceClassification", _modernbert_mean, reranker=True),
     "qwen3-reranker": Tiny("Qwen3ForSequenceClassification", _qwen3_plain, reranker=True),
 }
+TINY |= {
+    name: Tiny(architecture, partial(config, SIZES), brief=name.endswith("-plain"))
+    for name, (architecture, config) in RECURRENT.items()
+}
 DECODERS = tuple(name for name, tiny in TINY.items() if not tiny.encoder and not tiny.reranker)
 WHOLE = tuple(name for name in DECODERS if not TINY[name].brief)
 # Those whose layers `headrace compress` computes.
@@ -835,7 +841,7 @@ UNCOMPRESSED = tuple(
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
     """.split()
 )
-COMPRESSIBLE = tuple(name for name in DECODERS if name not in UNCOMPRESSED)
+COMPRESSIBLE = tuple(name for name in DECODERS if name not in UNCOMPRESSED and name not in RECURRENT)
 ENCODERS = tuple(name for name, tiny in TINY.items() if tiny.encoder)
 RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)
 
@@ -843,7 +849,8 @@ RERANKERS = tuple(name for name, tiny in TINY.items() if tiny.reranker)
 def build(name: str, folder: Path) -> Any:
     """Write the model, its weights in f32, to the folder; returns it, ready to compare with."""
     tiny = TINY[name]
-    torch.manual_seed(1000 + sorted(TINY).index(name))
+    others = sorted(TINY.keys() - RECURRENT.keys())
+    torch.manual_seed(1000 + others.index(name) if name in others else 2000 + sorted(RECURRENT).index(name))
     config = tiny.config()
     config._attn_implementation = "eager"
     if tiny.reranker:

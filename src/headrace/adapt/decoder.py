@@ -40,7 +40,15 @@ def check_trainable(spec: ModelSpec) -> None:
     """Raise RequestError for a model that `headrace adapt` cannot train."""
     if spec.kind != "decoder":
         raise RequestError(f"{spec.architecture} is no decoder. `headrace adapt` trains decoders.", parameter="model")
-    unlike = spec.parallel or spec.sinks or spec.latent or spec.qk_norm == "each_head" or spec.embedding_norm
+    unlike = (
+        spec.recurrent
+        or spec.attention_gate
+        or spec.parallel
+        or spec.sinks
+        or spec.latent
+        or spec.qk_norm == "each_head"
+        or spec.embedding_norm
+    )
     positions = spec.alibi or spec.learned_positions
     if spec.experts or unlike or positions or spec.head_bias or spec.activation not in ACTIVATIONS:
         raise RequestError(

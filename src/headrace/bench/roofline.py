@@ -42,6 +42,8 @@ def operations(spec: ModelSpec, tokens: int) -> float:
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
     seen = 0.0
     for layer in spec.layers:
+        if layer.mixer != "attention":
+            continue
         window = min(layer.window or tokens, tokens)
         if not spec.causal:
             seen += tokens * tokens - (tokens - window) * (tokens - window + 1)
@@ -52,7 +54,7 @@ def operations(spec: ModelSpec, tokens: int) -> float:
 
 def kv_bytes_per_token(spec: ModelSpec) -> dict[KvType, float]:
     return {
-        kind: _core.Kv.block_bytes(len(spec.layers), spec.kv_heads, spec.head_size, kind) / _core.BLOCK
+        kind: _core.Kv.block_bytes(spec.kv_layers, spec.kv_heads, spec.head_size, kind) / _core.BLOCK
         for kind in get_args(KvType)
     }
 

@@ -130,6 +130,7 @@ def _facts(spec: ModelSpec, machine: Machine, floors: list[Floor], path: str) ->
         "context": spec.context,
         "experts": None if spec.experts is None else {"count": spec.experts.count, "top_k": spec.experts.top_k},
         "kv_bytes_per_token": kv,
+        "state_bytes": 4 * spec.state_floats,
         "machine": machine,
         "precisions": floors,
         "tokens_that_fit": fits,
@@ -145,6 +146,9 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
         f"{len(spec.layers)} layers, hidden {spec.hidden_size}, {spec.heads} heads on {spec.kv_heads} KV heads of "
         f"{spec.head_size}, vocabulary {spec.vocab_size:,}, context {spec.context:,}"
     )
+    if spec.recurrent is not None:
+        count = sum(layer.mixer == "recurrent" for layer in spec.layers)
+        console.print(f"{count} layers are recurrent: {4 * spec.state_floats / 1e6:,.2f} MB of state for each sequence")
     windows = sorted({layer.window for layer in spec.layers if layer.window})
     if windows:
         count = sum(1 for layer in spec.layers if layer.window)

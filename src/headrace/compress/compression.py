@@ -132,6 +132,8 @@ def _multiple(recipe: Recipe, name: str, inputs: int) -> int:
 
 def _computes(spec: ModelSpec) -> bool:
     """Return whether `LayerPass` computes the layers of a model."""
+    if spec.recurrent is not None or spec.attention_gate:
+        return False
     experts = spec.experts
     if experts is not None and (
         experts.shared_size

@@ -54,7 +54,7 @@ class ConfigJson:
 
     @classmethod
     def read(cls, path: Path) -> ConfigJson:
-        return cls(read_json(path), path=path)
+        return cls(read_json(path, infinity=True), path=path)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigJson:
         """Return a copy in which missing keys have these defaults."""
@@ -152,6 +152,17 @@ class ConfigJson:
         if name not in table:
             raise self.mismatch(key, f"one of {', '.join(sorted(table))}")
         return table[name]
+
+    def bounds(self, key: str) -> tuple[float, float] | None:
+        """Return a pair of numbers of at least 0 in order, of which the second may be infinite; None if missing or
+        null."""
+        value = self._value(key)
+        if value is None:
+            return None
+        pair = [_number_of(item) for item in cast("list[object]", value)] if isinstance(value, list) else []
+        if len(pair) != 2 or pair[0] is None or pair[1] is None or not 0.0 <= pair[0] <= pair[1]:
+            raise self.mismatch(key, "two numbers of at least 0 in order, such as [0.0, Infinity]")
+        return self._number(key, pair[0], 0.0, MAX_NUMBER), pair[1]
 
     def positives(self, key: str, count: int) -> tuple[float, ...]:
         """Return exactly `count` finite numbers above zero."""
@@ -263,6 +274,15 @@ class ConfigJson:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum:
             return float(value)
         raise self.mismatch(key, f"a number from {minimum:g} to {maximum:g}")
+
+
+def _number_of(value: object) -> float | None:
+    """Return a number, which may be infinite: as such, or as an object that transformers writes for it."""
+    if isinstance(value, dict):
+        return math.inf if value == {"__float__": "Infinity"} else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if value <= MAX_NUMBER or value == math.inf else None
 
 
 def shorten(value: object) -> str:

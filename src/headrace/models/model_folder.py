@@ -117,6 +117,9 @@ class ModelFolder:
                     shape_on_disk = (math.prod(shape_on_disk),)
                 if part.row is not None and shape_on_disk and part.row < shape_on_disk[0]:
                     shape_on_disk = (1, *shape_on_disk[1:])
+                if part.split is not None and shape_on_disk:
+                    sizes, place = part.split
+                    rows = rows // sizes[place] * sum(sizes)
                 if shape_on_disk != (rows, *shape[1:]):
                     expected = (rows, *shape[1:])[:: -1 if part.transposed else 1]
                     on_disk = shape_on_disk[:: -1 if part.transposed else 1]
@@ -127,6 +130,12 @@ class ModelFolder:
         rows, parts = self.shapes[name][0], len(self.sources[name])
         if parts == len(self.spec.qkv_parts) and name.endswith((".attn.qkv", ".attn.qkv.bias")):
             return self.spec.qkv_parts
+        if (recurrent := self.spec.recurrent) is not None and name.endswith((".recurrent.in", ".recurrent.in.bias")):
+            each = recurrent.in_parts
+            if parts == len(each):
+                return each
+            if parts > 1:  # what passes through the convolution is in one tensor
+                return (sum(each[: -parts + 1]), *each[-parts + 1 :])
         return (rows // parts,) * parts  # all of it, or gate and up
 
     def _shape_error(self, part: TensorPart, shape_on_disk: tuple[int, ...], expected: str) -> ModelError:

@@ -285,7 +285,7 @@ def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _PackedTensor:
         values = values[spec.position_offset :]
     elif name == "distances":
         values = spread_buckets(values, spec.max_distance)
-    elif name.endswith(("norm", "norm.weight")) and spec.norm_offset and not name.startswith("pooled."):
+    elif name.endswith(("norm", "norm.weight")) and spec.norm_offset and not _is_plain_norm(name):
         values = values + np.float32(spec.norm_offset)
     elif name.endswith(".gate_up.bias"):
         values = _panels(values)
@@ -293,6 +293,11 @@ def _vector(name: str, tensor: DenseTensor, spec: ModelSpec) -> _PackedTensor:
         values = values * np.float32(spec.logit_scale)
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     return _PackedTensor(name, {"kind": "vector"}, flat.view(np.uint8))
+
+
+def _is_plain_norm(name: str) -> bool:
+    """Whether `norm_offset` does not concern a norm: it is of a layer after pooling, or within a recurrent layer."""
+    return name.startswith("pooled.") or ".recurrent." in name
 
 
 def _panel_rows(rows: int) -> int:

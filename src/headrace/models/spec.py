@@ -27,6 +27,8 @@ Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
 PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ModelKind = Literal["decoder", "encoder", "reranker"]
+Mixer = Literal["attention", "recurrent", "none"]
+RecurrentKind = Literal["short_conv", "scan", "delta"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +45,68 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     original_context: int = 0  # tokens; 0 without a long table
 
 
+class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The recurrent layers of a model: they carry a state of fixed size from token to token, and no keys and values.
+
+    The product `in` gives, by kind, with `conv` a convolution over time and `out` the product after all of it:
+
+        short_conv  [b][c][x]                 y = c * conv(b * x)                                            (LFM2)
+        scan        [z][x, B, C][dt]          x, B, C = silu(conv(x, B, C)); y = norm(ssm(x, B, C, dt) * silu(z))
+                                                                                                             (Mamba-2)
+        delta       [q, k, v][z][beta][dt]    q, k, v = silu(conv(q, k, v)); y = norm(delta(q, k, v, ...)) * silu(z)
+                                                                                                             (Qwen3-Next)
+    """
+
+    kind: RecurrentKind
+    taps: int  # inputs that the convolution sees, the current one included
+    heads: int = 1  # of values
+    groups: int = 0  # of heads with the same B and C, or the same query and key
+    head_size: int  # dims of a head's value
+    state_size: int = 0  # dims of B and C, or of a key
+    conv_bias: bool = False
+    bias: bool = False  # of both products
+    norm_groups: int = 0  # parts of a row that are normalised on their own; 0: no norm
+    norm_first: bool = False  # values are normalised before they are gated, not after
+    shared_norm: bool = False  # the parts have the same weights
+    eps: float = 0.0
+    step_least: float = 0.0  # bounds of a step (dt); scan
+    step_most: float = math.inf
+
+    @property
+    def inner(self) -> int:
+        """Values of a row, all heads together."""
+        return self.heads * self.head_size
+
+    @property
+    def in_parts(self) -> tuple[int, ...]:
+        """Rows of `in` that belong together."""
+        keys = self.groups * self.state_size
+        match self.kind:
+            case "short_conv":
+                return (self.inner,) * 3
+            case "scan":
+                return (self.inner, self.inner, keys, keys, self.heads)
+            case "delta":
+                return (keys, keys, self.inner, self.inner, self.heads, self.heads)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers in the state of a layer, as the core holds it: in whole lanes."""
+        return (self.taps - 1) * _lanes(self.channels) + self.heads * self.state_size * _lanes(self.head_size)
+
+
+def _lanes(count: int) -> int:
+    return -(-count // 16) * 16
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    mixer: Mixer = "attention"  # its first sublayer
+    mlp: bool = True  # False: it has no second sublayer
     # Tokens that a query sees up to itself, and without a causal mask as many from itself on; 0: all.
     window: int = 0
     chunk: int = 0  # a query sees tokens from the last multiple of this on; 0: all
@@ -145,6 +208,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_norm: bool = False  # normalise the residual after adding the sublayer (BERT)
     final_norm: bool = True
     latent: LatentSpec | None = None
+    recurrent: RecurrentSpec | None = None  # of the layers with that mixer
+    attention_gate: bool = False  # `qkv` also gives a gate of each output of the attention, after the values
     # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head;
     # "unit": over each head's dims, without weights
     qk_norm: QkNorm = "none"
@@ -198,6 +263,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooled_layers[-1].outputs if self.pooled_layers else self.hidden_size
 
     @property
+    def kv_layers(self) -> int:
+        """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes."""
+        return max(1, sum(layer.mixer == "attention" for layer in self.layers))
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers in the recurrent state of a sequence; 0 if no layer has one."""
+        each = 0 if self.recurrent is None else self.recurrent.state_floats
+        return each * sum(layer.mixer == "recurrent" for layer in self.layers)
+
+    @property
     def q_size(self) -> int:
         return self.heads * self.head_size
 
@@ -214,7 +290,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def qkv_parts(self) -> tuple[int, ...]:
         """Rows of `qkv` that belong together: of queries, keys and values, or of queries and the latent."""
         if self.latent is None:
-            return (self.q_size, self.kv_size, self.kv_size)
+            return (self.q_size, self.kv_size, self.kv_size, *((self.q_size,) if self.attention_gate else ()))
         return (self.latent.query_rank or self.q_size, self.latent.turning + self.latent.rank)
 
     def rope_variant(self, total_tokens: int) -> int:
@@ -256,18 +332,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             if present:
                 norm(f"{name}.{kind}")
 
-    shapes["embed"] = (spec.vocab_size, hidden)
-    if spec.learned_positions:
-        shapes["positions"] = (spec.position_offset + spec.learned_positions, hidden)
-    if spec.token_types:
-        shapes["token_types"] = (spec.token_types, hidden)
-    if spec.embedding_norm:
-        norm("embed_norm")
-    if spec.distance_buckets:
-        shapes["distances"] = (spec.distance_buckets, spec.heads)
-    for index, layer in enumerate(spec.layers):
-        attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
-        sublayer_norms(attn, before=layer.attn_norm)
+    def attention(attn: str) -> None:
         product(f"{attn}.qkv", sum(spec.qkv_parts), hidden, bias=spec.qkv_bias)
         if (latent := spec.latent) is not None:
             if latent.query_rank:
@@ -283,6 +348,26 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if spec.sinks:
             shapes[f"{attn}.sinks"] = (spec.heads,)
         product(f"{attn}.o", hidden, spec.heads * spec.value_size, bias=spec.o_bias)
+
+    shapes["embed"] = (spec.vocab_size, hidden)
+    if spec.learned_positions:
+        shapes["positions"] = (spec.position_offset + spec.learned_positions, hidden)
+    if spec.token_types:
+        shapes["token_types"] = (spec.token_types, hidden)
+    if spec.embedding_norm:
+        norm("embed_norm")
+    if spec.distance_buckets:
+        shapes["distances"] = (spec.distance_buckets, spec.heads)
+    for index, layer in enumerate(spec.layers):
+        attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
+        if layer.mixer != "none":
+            sublayer_norms(attn, before=layer.attn_norm)
+        if layer.mixer == "recurrent" and spec.recurrent is not None:
+            shapes.update(_recurrent_shapes(spec.recurrent, f"layers.{index}.recurrent", hidden))
+        if layer.mixer == "attention":
+            attention(attn)
+        if not layer.mlp:
+            continue
         sublayer_norms(feed, before=not spec.shared_norm)
         if layer.experts and (experts := spec.experts) is not None:
             product(f"{feed}.router", experts.count, hidden, bias=experts.bias)
@@ -309,6 +394,26 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _recurrent_shapes(spec: RecurrentSpec, name: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    rows = sum(spec.in_parts)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.in": (rows, hidden)}
+    if spec.bias:
+        shapes[f"{name}.in.bias"] = (rows,)
+    shapes[f"{name}.conv"] = (spec.channels * spec.taps,)  # the taps of a channel side by side
+    if spec.conv_bias:
+        shapes[f"{name}.conv.bias"] = (spec.channels,)
+    if spec.kind != "short_conv":
+        shapes[f"{name}.step_bias"] = shapes[f"{name}.decay"] = (spec.heads,)
+    if spec.kind == "scan":
+        shapes[f"{name}.skip"] = (spec.heads,)
+    if spec.norm_groups:
+        shapes[f"{name}.norm"] = (spec.inner // spec.norm_groups if spec.shared_norm else spec.inner,)
+    shapes[f"{name}.out"] = (hidden, spec.inner)
+    if spec.bias:
+        shapes[f"{name}.out.bias"] = (hidden,)
+    return shapes
+
+
 def is_kept_exact(name: str) -> bool:
     """Return whether a matrix is always f32: routers and layers after pooling are small, and errors in them count."""
     return name.endswith((".router", ".shared_gate")) or (name.startswith("pooled.") and name.count(".") == 1)
@@ -317,4 +422,4 @@ def is_kept_exact(name: str) -> bool:
 def is_product(name: str) -> bool:
     """Return whether a precision can be chosen for a tensor: products, the embedding and the head."""
     leaf = name.rsplit(".", 1)[-1]
-    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down"} or name in {"embed", "head"}
+    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down", "in", "out"} or name in {"embed", "head"}

@@ -38,7 +38,7 @@ def step_work(spec: ModelSpec, plan: WeightPlan, kv_bytes_per_token: float) -> S
         kv_bytes_per_token,
         2.0 * products,
         2.0 * head,
-        4.0 * spec.q_size * len(spec.layers),
+        4.0 * spec.q_size * spec.kv_layers,
     )
 
 

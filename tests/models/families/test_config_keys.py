@@ -88,6 +88,17 @@ def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tin
         ("mpt", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("lfm2", {"conv_L_cache": 9}, "conv_L_cache.*integer from 1 to 8"),
+        ("lfm2", {"layer_types": ["conv"] * 3 + ["mamba"]}, "layer_types.*full_attention or conv"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mamba2", {"n_groups": 3}, "n_groups.*divisor"),
+        ("mamba2", {"expand": 2}, "expand.*num_heads"),
+        ("mamba2", {"time_step_limit": [1.0, 0.5]}, "time_step_limit.*in order"),
+        ("mamba2", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
+        ("qwen3-next", {"linear_num_key_heads": 4}, "linear_num_key_heads.*divisor"),
+        ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window"),
+        ("bamba", {"mamba_d_head": 7}, "mamba_d_head.*expected 24"),
+        ("granite-4", {"position_embedding_type": "alibi"}, "position_embedding_type"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:

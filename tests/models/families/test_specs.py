@@ -50,6 +50,15 @@ def sources_of(
     return family_sources(family_of(config), model_spec(config), names)
 
 
+def split_shape(part: TensorPart, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the rows that a part takes from its tensor."""
+    if part.split is None:
+        return shape
+    sizes, place = part.split
+    assert shape[0] % sum(sizes) == 0
+    return (shape[0] // sum(sizes) * sizes[place], *shape[1:])
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str, tiny: Tiny) -> None:
     reference = tiny(name)
@@ -61,6 +70,7 @@ def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str,
         shapes = [saved[part.name] if part.index is None else saved[part.name][1:] for part in parts]
         shapes = [(math.prod(shape),) if part.flat else shape for shape, part in zip(shapes, parts, strict=True)]
         shapes = [shape[::-1] if part.transposed else shape for shape, part in zip(shapes, parts, strict=True)]
+        shapes = [split_shape(part, shape) for shape, part in zip(shapes, parts, strict=True)]
         assert len({shape[1:] for shape in shapes}) == 1
         joined[canonical] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     assert joined == tensor_shapes(spec)

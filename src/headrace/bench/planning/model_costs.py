@@ -67,7 +67,7 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
     else:
         shared = sum(_gpu_bytes(name, shape, precision) for name, shape in shared_shapes.items())
         experts = sum(_gpu_bytes(name, shape, precision) for name, shape in expert_shapes.items())
-        kv_token = 2.0 * len(spec.layers) * spec.kv_size * (1.0 if kv in {"int8", "fp8"} else 2.0)
+        kv_token = 2.0 * spec.kv_layers * spec.kv_size * (1.0 if kv in {"int8", "fp8"} else 2.0)
         embed = 2.0 * math.prod(shapes["embed"])
     count = spec.experts.count if spec.experts else 0
     inner = spec.experts.intermediate_size * spec.experts.top_k if spec.experts else spec.intermediate_size
@@ -80,7 +80,7 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         experts=count,
         chosen=spec.experts.top_k if spec.experts else 0,
         operations=2.0 * active_parameters(spec),
-        pair=4.0 * spec.q_size * len(spec.layers),
+        pair=4.0 * spec.q_size * spec.kv_layers,
         layers=len(spec.layers),
         hidden=spec.hidden_size,
         row_bytes=2.0 * (6 * spec.hidden_size + 2 * spec.q_size + 3 * inner),

@@ -35,6 +35,7 @@ class BlockRow:
 class BatchBuilder:
     def __init__(self, capacity: Capacity, vocab_size: int, hidden_size: int, sequences: int) -> None:
         """`sequences` is a first guess of the sequences in one step."""
+        self._has_states = capacity.states > 0
         self._width = -(-capacity.context // capacity.block_tokens)
         self._tokens = np.empty(capacity.max_rows, dtype=np.int32)
         self._wanted = np.empty(capacity.max_rows, dtype=np.int32)
@@ -80,6 +81,9 @@ class BatchBuilder:
         seconds = None
         if plan.hidden and any(share.sequence.request.second_text >= 0 for share in shares):
             seconds = np.array([share.sequence.request.second_text for share in shares], dtype=np.int32)
+        slots = None
+        if self._has_states:
+            slots = np.array([share.sequence.state_slot for share in shares], dtype=np.int32)
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
         return StepBatch(
@@ -94,6 +98,8 @@ class BatchBuilder:
             out=(self._states if plan.hidden else self._logits)[: len(wanted)],
             peaks=None if plan.hidden else self._peaks[: len(wanted)],
             second_texts=seconds,
+            state_slots=slots,
+            state_copies=plan.state_copies,
         )
 
     def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:

@@ -31,13 +31,16 @@ from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
-from headrace.models.spec import ModelSpec, is_product
+from headrace.models.spec import ModelSpec, RecurrentSpec, is_product
 from headrace.models.step_work import StepWork, step_work
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
 DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, if the model allows that many
 DEFAULT_MAX_ROWS: Final = 512
+_STATE_BYTES: Final = 1 << 30  # of all recurrent states, as far as ...
+_LEAST_STATES: Final = 8  # ... so many fit; they are half of running sequences, half of prefixes
+_MOST_STATES: Final = 256
 _SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
 _MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
 
@@ -79,13 +82,21 @@ def _memory_need(folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int
     spec = folder.spec
     blocks_each = -(-context // _core.BLOCK)
     blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
-    block_bytes = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, 1, kv).bytes_per_block
+    block_bytes = _core.Kv.block_bytes(spec.kv_layers, spec.kv_heads, spec.head_size, kv)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
         kv_token=block_bytes // _core.BLOCK,
         kv_tokens=blocks * _core.BLOCK,
+        states=4 * spec.state_floats * state_slots(spec),
     )
+
+
+def state_slots(spec: ModelSpec) -> int:
+    """Return how many recurrent states the executor holds: of running sequences and of prefixes to reuse."""
+    if not spec.state_floats:
+        return 0
+    return max(_LEAST_STATES, min(_MOST_STATES, _STATE_BYTES // (4 * spec.state_floats)))
 
 
 def _check_sizes(spec: ModelSpec, threads: int, context: int) -> None:
@@ -159,7 +170,8 @@ class CpuExecutor:
         self._pool = pool
         self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
-        self._kv = _core.Kv(len(spec.layers), spec.kv_heads, spec.head_size, capacity.blocks, kv)
+        self._kv = _core.Kv(spec.kv_layers, spec.kv_heads, spec.head_size, capacity.blocks, kv)
+        self._states = _core.States(capacity.states, spec.state_floats) if spec.state_floats else None
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
         self._thread = StepThread("headrace-step")
@@ -207,7 +219,9 @@ class CpuExecutor:
             raise RequestError(
                 f"'kv_tokens' must be at most {_MOST_BLOCKS * _core.BLOCK}, not {kv_tokens}.", parameter="kv_tokens"
             )
-        capacity = Capacity(blocks=blocks, block_tokens=_core.BLOCK, max_rows=max_rows, context=length)
+        capacity = Capacity(
+            blocks=blocks, block_tokens=_core.BLOCK, max_rows=max_rows, context=length, states=state_slots(spec)
+        )
         chosen = choose_isa(isa, arithmetic)
         pool = _core.Pool(count)
         tensors = load_tensors(folder, plan, pool, cache=cache, progress=progress)
@@ -325,6 +339,9 @@ class CpuExecutor:
     def _step(self, batch: StepBatch) -> StepResult:
         for source, target in batch.copies:
             self._kv.copy_block(source, target)
+        if self._states is not None:
+            for source, target in batch.state_copies:
+                self._states.copy(source, target)
         values = batch.out
         if values is None:
             # Fresh pages cost more than a small step, so callers that step in a loop pass their own array.
@@ -342,6 +359,8 @@ class CpuExecutor:
             batch.hidden,
             batch.peaks,
             batch.second_texts,
+            self._states,
+            batch.state_slots,
         )
         return StepResult(values, batch.peaks)
 
@@ -389,6 +408,8 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "top_groups": experts.top_groups if experts else 1,
         "group_best": experts.group_best if experts else 1,
         "parallel": spec.parallel,
+        "attention_gate": spec.attention_gate,
+        "recurrent": None if spec.recurrent is None else _describe_recurrent(spec.recurrent),
         "ropes": [
             {
                 "inv_freq": list(rope.inv_freq),
@@ -400,6 +421,8 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         ],
         "layers": [
             {
+                "mixer": layer.mixer,
+                "mlp": layer.mlp,
                 "window": layer.window,
                 "chunk": layer.chunk,
                 "normed": layer.qk_norm,
@@ -410,4 +433,20 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
             for layer in spec.layers
         ],
         "tied": spec.tied,
+    }
+
+
+def _describe_recurrent(spec: RecurrentSpec) -> dict[str, Any]:
+    return {
+        "kind": spec.kind,
+        "taps": spec.taps,
+        "heads": spec.heads,
+        "groups": spec.groups,
+        "head_size": spec.head_size,
+        "state_size": spec.state_size,
+        "norm_size": spec.inner // spec.norm_groups if spec.norm_groups else 0,
+        "norm_first": spec.norm_first,
+        "eps": spec.eps,
+        "step_least": spec.step_least,
+        "step_most": spec.step_most,
     }

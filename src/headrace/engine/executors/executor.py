@@ -25,6 +25,7 @@ class Capacity(msgspec.Struct, frozen=True):
     block_tokens: int
     max_rows: int  # new tokens of one step, all sequences together
     context: int  # tokens of one sequence
+    states: int = 0  # slots of recurrent states; 0 if the model has none
 
 
 class StepBatch(msgspec.Struct, frozen=True):
@@ -40,6 +41,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     copies: Sequence[tuple[int, int]] = ()  # KV blocks to copy first, in order: from, to
     out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
+    state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
+    state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
     second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
 
 

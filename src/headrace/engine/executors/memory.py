@@ -33,6 +33,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     weights: int
     kv_token: int  # KV memory of one token
     kv_tokens: int
+    states: int = 0  # recurrent states
 
     @property
     def kv(self) -> int:
@@ -40,7 +41,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv
+        return self.weights + self.kv + self.states
 
 
 def check_memory(
@@ -56,9 +57,11 @@ def check_memory(
         return
     offers = list(_offers(need, weights_at, available, sequence=sequence, sequences=sequences))
     advice = f"Use {' or '.join(offers)}." if offers else "Use a smaller model or a machine with more memory."
+    states = f", besides {gib(need.states)} of recurrent states" if need.states else ""
     raise InsufficientMemoryError(
         f"The model '{model}' needs {gib(need.total)} of memory: {gib(need.weights)} of weights at {need.precision} "
-        f"and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens. Only {gib(available)} is available. {advice}"
+        f"and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{states}. Only {gib(available)} is available. "
+        f"{advice}"
     )
 
 
@@ -67,19 +70,23 @@ def _offers(
 ) -> Iterator[str]:
     smaller = [(each, at) for each in OFFERED if (at := weights_at(each)) < need.weights]
     for precision, weights in smaller:
-        if weights + need.kv <= available:
-            yield f"weights {precision} ({gib(weights + need.kv)} in all)"
+        if weights + need.kv + need.states <= available:
+            yield f"weights {precision} ({gib(weights + need.kv + need.states)} in all)"
             break
 
     def shorter(weights: int) -> str | None:
-        room = (available - weights) // need.kv_token if need.kv_token else 0
+        room = (available - weights - need.states) // need.kv_token if need.kv_token else 0
         if sequences is None:
             return f"kv_tokens of at most {room}" if room >= sequence else None
         return f"a context of at most {room // sequences} tokens" if room >= sequences * _SHORTEST else None
 
     if (advice := shorter(need.weights)) is not None:
         yield advice
-    elif smaller and smaller[-1][1] + need.kv > available and (advice := shorter(smaller[-1][1])) is not None:
+    elif (
+        smaller
+        and smaller[-1][1] + need.kv + need.states > available
+        and (advice := shorter(smaller[-1][1])) is not None
+    ):
         yield f"weights {smaller[-1][0]} with {advice}"
 
 

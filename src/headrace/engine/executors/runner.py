@@ -20,6 +20,7 @@ class RunnerSequence(msgspec.Struct):
     rope_variant: int
     blocks: list[int] = []
     computed: int = 0  # tokens whose KV is in the blocks
+    state_slot: int = -1
 
     @property
     def pending(self) -> int:
@@ -32,6 +33,7 @@ class Runner:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._free = list(range(executor.capacity.blocks))
+        self._free_states = list(range(executor.capacity.states))
 
     def open(self, tokens: Sequence[int], *, total: int | None = None) -> RunnerSequence:
         """Open a sequence that may grow to `total` tokens."""
@@ -50,12 +52,22 @@ class Runner:
             raise RequestError(
                 f"The sequence needs {needed} KV blocks, and {len(self._free)} blocks are free.", parameter="kv_tokens"
             )
+        slot = -1
+        if capacity.states:
+            if not self._free_states:
+                raise RequestError(
+                    f"All {capacity.states} slots of recurrent states are in use.", parameter="max_sequences"
+                )
+            slot = self._free_states.pop()
         blocks = [self._free.pop() for _ in range(needed)]
-        return RunnerSequence(list(tokens), self.executor.spec.rope_variant(most), blocks)
+        return RunnerSequence(list(tokens), self.executor.spec.rope_variant(most), blocks, state_slot=slot)
 
     def close(self, sequence: RunnerSequence) -> None:
         self._free.extend(sequence.blocks)
         sequence.blocks = []
+        if sequence.state_slot >= 0:
+            self._free_states.append(sequence.state_slot)
+            sequence.state_slot = -1
 
     def step(
         self, work: Sequence[tuple[RunnerSequence, int]], wanted: Sequence[int], *, hidden: bool = False
@@ -76,6 +88,11 @@ class Runner:
             rope_variants=np.array([sequence.rope_variant for sequence, _ in work], dtype=np.int32),
             wanted=np.array(wanted, dtype=np.int32),
             hidden=hidden,
+            state_slots=(
+                np.array([sequence.state_slot for sequence, _ in work], dtype=np.int32)
+                if self.executor.capacity.states
+                else None
+            ),
         )
         result = self.executor.collect(self.executor.launch(batch))
         for sequence, count in work:

@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import msgspec
 
 from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack
+from headrace.engine.memory.state_pool import StatePool
 from headrace.errors import RequestError
 
 MOST_SALTS: Final = 256  # salts with their own statistics; later ones are counted together as OTHER_SALTS
@@ -54,6 +55,8 @@ class BlockTable(msgspec.Struct, eq=False):
     path: list[Block]  # published blocks in the tree; may be another sequence's with the same tokens
     source: Block | None  # the block that its first own block is copied from
     tokens: int  # that it was last grown to
+    state_slot: int = -1  # of its recurrent state, if the model has one
+    rolling: Block | None = None  # whose snapshot the sequence's next one replaces
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
@@ -106,7 +109,8 @@ class BlockTier(Protocol):
 
 class BlockManager:
     """`copies` allows reuse of part of a block by copying it. `reuse=False` finds nothing again, as an encoder needs,
-    because its KV depends on later tokens. `most_pinned` is in blocks and defaults to half of all."""
+    because its KV depends on later tokens. `most_pinned` is in blocks and defaults to half of all. With `states`, a
+    prefix can be reused up to a block after which a state is kept, and nothing can be pinned or forked."""
 
     def __init__(
         self,
@@ -117,6 +121,7 @@ class BlockManager:
         reuse: bool = True,
         most_pinned: int | None = None,
         digest_key: bytes = b"",
+        states: StatePool | None = None,
     ) -> None:
         if count < 1 or block_tokens < 1:
             raise ValueError(f"Cannot manage {count} blocks of {block_tokens} tokens.")
@@ -124,7 +129,8 @@ class BlockManager:
         self.block_tokens = block_tokens
         self.most_pinned = count // 2 if most_pinned is None else most_pinned
         self._key_bytes = block_tokens * TOKEN_BYTES
-        self._partial = copies
+        self._partial = copies and states is None
+        self.states = states
         self._reuse = reuse
         self._tree = PrefixTree(block_tokens, digest_key)
         self.tier: BlockTier | None = None
@@ -179,6 +185,10 @@ class BlockManager:
         tree = self._tree
         usable = (count - 1) * TOKEN_BYTES
         path, at = tree.walk(packed, usable, salt, variant)
+        if self.states is not None:
+            while path and not self.states.has(path[-1]):
+                path.pop()
+            at = len(path) * self._key_bytes
         source, shared = None, 0
         if self._partial and at < usable:
             node = path[-1] if path else tree.root(variant)
@@ -240,7 +250,7 @@ class BlockManager:
         if source is not None and not source.refs and needed >= spare:
             # Its own block may be needed. Recomputing a few tokens is better than waiting for ever.
             source, cached = None, len(path) * self.block_tokens
-        if needed > spare:
+        if needed > spare or (self.states is not None and not self.states.available):
             return None
         for block in path:
             if not block.refs:
@@ -254,6 +264,8 @@ class BlockManager:
         blocks = [block.index for block in path]
         blocks += [block.index for block in own]
         table = BlockTable(blocks, match.salt, match.variant, cached, path[:], source, total_tokens)
+        if self.states is not None:
+            table.state_slot = self.states.take(path[-1] if path else None)
         self._tables.add(table)
         return table
 
@@ -273,6 +285,8 @@ class BlockManager:
         """Return a second table over the first `tokens`, all of them computed and published. Whole blocks are shared;
         the block that both continue to write is copied. Return None, with nothing changed, if no block is free."""
         self._check_open(table)
+        if self.states is not None:
+            raise ValueError("A sequence with a recurrent state cannot be forked.")
         whole, part = divmod(tokens, self.block_tokens)
         if self.blocks_for(tokens) > len(table.blocks):
             raise ValueError(f"a fork at {tokens} tokens of a table of {len(table.blocks)} blocks")
@@ -312,9 +326,11 @@ class BlockManager:
         if self._reuse:
             computed = self._present(table, computed)
             self.publish(table, tokens, computed)
-            if computed % self.block_tokens:
+            if computed % self.block_tokens and self.states is None:
                 self._keep_tail(table, tokens, computed)
         self._tables.remove(table)
+        if self.states is not None:
+            self.states.give_back(table.state_slot)
         blocks, idle, path = self._blocks, self._idle, table.path
         for index in reversed(table.blocks[len(path) :]):
             self._drop(blocks[index])
@@ -337,6 +353,8 @@ class BlockManager:
             if self.tier is not None and self._is_keepable(block):
                 salt = None if block.declared is not None else block.salt
                 self.tier.evicted(block.index, self._tree.digest(block), salt)
+            if self.states is not None:
+                self.states.forget(block)
             self._tree.detach(block)
             self._evictions += 1
         block.refs = 1
@@ -358,6 +376,23 @@ class BlockManager:
         source = self._copies.pop(block, None)  # a copy that is no longer needed
         if source is not None:
             self._drop(source)
+
+    # Recurrent states
+
+    def keep_state(self, table: BlockTable, tokens: Sequence[int], computed: int, *, rolling: bool = False) -> None:
+        """Keep the sequence's state after its computed tokens, if they end a block. Call it before the next step.
+        `rolling`: it replaces the last state that was kept so for this sequence."""
+        states = self.states
+        if states is None or not self._reuse or not computed or computed % self.block_tokens:
+            return
+        self.publish(table, tokens, computed)
+        if len(table.path) * self.block_tokens != computed:
+            return
+        block = table.path[-1]
+        if rolling and table.rolling is not None:
+            states.forget(table.rolling)
+        table.rolling = block if states.keep(table.state_slot, block) and rolling else None
+        self._tree.stamp += 1  # what can be reused has changed
 
     # Publishing
 
@@ -434,6 +469,12 @@ class BlockManager:
     def pin(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> int:
         """Keep this prefix in memory in whole blocks: what is computed now, and the rest once it is computed. Return
         how many of its tokens are computed."""
+        if self.states is not None:
+            raise RequestError(
+                "This model has recurrent layers, so its prefixes cannot be pinned. Repeated prefixes are still reused "
+                "while they are recent.",
+                parameter="pin",
+            )
         packed = self._whole_blocks(tokens)
         pin = self._pins.get((salt, variant, packed))
         if pin is None:
@@ -538,4 +579,6 @@ class BlockManager:
         must(free | idle == {index for index in range(self.count) if not refs[index]}, "a block is lost")
         must(all(self._blocks[index].parent is None for index in free), "a free block is in the tree")
         must(all(self._blocks[index].parent is not None for index in idle), "an idle block is not in the tree")
+        if self.states is not None:
+            self.states.check([table.state_slot for table in self._tables])
         self._tree.check(self._blocks, {block: place for place, block in enumerate(self._idle)})

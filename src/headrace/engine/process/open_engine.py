@@ -13,12 +13,14 @@ import msgspec
 
 from headrace.engine.engine import Engine
 from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.executor import Capacity
 from headrace.engine.interface.variant_check import check_variant
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.kv_cipher import KvCipher
 from headrace.engine.memory.kv_disk import KvDisk
 from headrace.engine.memory.kv_tiers import KvTiers
 from headrace.engine.memory.prefix_file import KvIdentity, kv_identity
+from headrace.engine.memory.state_pool import StatePool
 from headrace.engine.pinned_prefixes import PinnedPrefixes
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -64,6 +66,8 @@ def open_variant(
     check_variant(variant)
     if folder is None:
         folder = open_model(find_model(variant.model))
+    if folder.spec.state_floats:
+        _check_recurrent(variant)
     executor = _load(folder, variant, progress)
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
@@ -76,7 +80,8 @@ def open_variant(
     digest_key = b"" if identity is None else msgspec.msgpack.encode(identity)
     if cipher is not None:
         digest_key += cipher.naming_key
-    blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse, digest_key=digest_key)
+    states = _state_pool(variant, capacity, reuse=reuse) if capacity.states else None
+    blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse, digest_key=digest_key, states=states)
     for prefix in variant.public_prefixes:
         blocks.declare_public(prefix)
     step_time = StepTimeModel()
@@ -85,7 +90,8 @@ def open_variant(
         max_rows=capacity.max_rows,
         block_tokens=capacity.block_tokens,
         causal=spec.causal,
-        max_sequences=variant.max_sequences,
+        keeps_states=reuse and states is not None,
+        max_sequences=variant.max_sequences if states is None else states.running,
         queued_sequences=variant.queued_sequences,
     )
     policy = Policy(surfaces=surfaces_with(variant.surfaces))
@@ -95,13 +101,46 @@ def open_variant(
         scheduler,
         blocks,
         tokenizer,
-        speculator=_speculator(variant, folder, executor) if spec.kind == "decoder" else None,
+        speculator=_speculator(variant, folder, executor) if spec.kind == "decoder" and states is None else None,
         tiers=_tiers(variant, blocks, executor, identity, cipher) if reuse else None,
         step_time=step_time,
         sequences=variant.max_sequences,
         checks=variant.checks,
     )
     return OpenedVariant(variant, folder, executor, engine, _pins(variant, identity, engine), tokenizer)
+
+
+def _check_recurrent(variant: Variant) -> None:
+    """Raise RequestError for options that a model with recurrent layers cannot serve."""
+    if variant.speculation == "self":
+        raise RequestError(
+            f"'{variant.model}' cannot draft for itself: it has recurrent layers, whose state cannot be taken back "
+            "after a rejected draft. Remove 'speculation'.",
+            parameter="speculation",
+        )
+    for name, value in (
+        ("draft_model", variant.draft_model),
+        ("kv_memory_bytes", variant.kv_memory_bytes),
+        ("kv_disk_bytes", variant.kv_disk_bytes),
+        ("saved_prefixes", variant.saved_prefixes),
+    ):
+        if value:
+            why = "its state cannot be taken back to before a draft" if name == "draft_model" else "KV is not all of it"
+            raise RequestError(
+                f"'{name}' is not available for '{variant.model}': the model has recurrent layers, and {why}. Remove "
+                "the option.",
+                parameter=name,
+            )
+
+
+def _state_pool(variant: Variant, capacity: Capacity, *, reuse: bool) -> StatePool:
+    """Share the slots of recurrent states between running sequences and prefixes to reuse."""
+    running = min(variant.max_sequences, max(1, capacity.states // 2 if reuse else capacity.states))
+    if running < variant.max_sequences:
+        log.info("recurrent states leave room for %d running sequences, not %d", running, variant.max_sequences)
+    if variant.speculation != "none":
+        log.info("the model has recurrent layers, so it runs without draft tokens")
+    return StatePool(running, capacity.states - running if reuse else 0)
 
 
 def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | None) -> CpuExecutor:
@@ -132,8 +171,15 @@ def _speculator(variant: Variant, folder: ModelFolder, executor: CpuExecutor) ->
         return Speculator(DraftModelDrafter(own, vocab_size=executor.spec.vocab_size), lengths)
     if variant.speculation == "none" or variant.draft_model is None:
         return None
+    small = open_model(find_model(variant.draft_model))
+    if small.spec.state_floats:
+        raise RequestError(
+            f"'{variant.draft_model}' cannot be a draft model: it has recurrent layers, whose state cannot be taken "
+            "back after a rejected draft. Use another one.",
+            parameter="draft_model",
+        )
     draft = CpuExecutor.load(
-        open_model(find_model(variant.draft_model)),
+        small,
         weights=variant.draft_weights or variant.weights,
         kv=variant.kv,
         threads=executor.threads,

@@ -25,6 +25,7 @@ from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.scheduling.waiting_queue import BACKGROUND, LONG, SHORT, FairQueue, JobState, SequenceJob
 
+_STATE_INTERVAL = 512  # tokens of a prompt between two recurrent states that are kept
 _BYPASS = 1.0  # seconds for which others may start before a job that finds no memory
 _SKIPS = 32  # steps that a background stream may be left out of
 _OVER_SKIPS = 4  # the same for a stream of a tenant over its share
@@ -131,6 +132,18 @@ class Planner:
         before = sequence.computed - count
         if job.top > before:
             self._wake(self._cold.advance(job, before), now)
+
+    def keep_state(self, job: SequenceJob, count: int) -> None:
+        """Keep the recurrent state after a job's newest `count` tokens, where it is likely to be of use: at the last
+        whole block of a prompt, at intervals before, and at the newest block of an output."""
+        sequence = job.sequence
+        assert job.table is not None
+        decoding = job.state is JobState.DECODING
+        computed = sequence.computed
+        rest = len(sequence.tokens) - computed
+        spaced = computed // _STATE_INTERVAL > (computed - count) // _STATE_INTERVAL
+        if decoding or spaced or rest <= self.blocks.block_tokens:
+            self.blocks.keep_state(job.table, sequence.tokens, computed, rolling=decoding)
 
     def decode(self, job: SequenceJob, siblings: list[SequenceJob], now: float) -> None:
         """Start decoding after the prompt. The request's other sequences continue from the same blocks."""
@@ -501,7 +514,7 @@ class Planner:
         if not job.charged:
             job.charged = True
             self.queue.charge(job, sequence.pending)
-        if self._limits.causal and job.request.kind == "generate":
+        if self._limits.causal and job.request.kind == "generate" and self.blocks.states is None:
             self._cold.lead(job)
 
     def _tokens(self, job: SequenceJob) -> int:
@@ -547,7 +560,12 @@ class Planner:
 
     def _follow(self, job: SequenceJob, cached: int) -> bool:
         """True if the job waits for another to compute the prefix that they share."""
-        if not self._policy.share_cold or job.first < len(job.request.prompt) or not self._limits.causal:
+        if (
+            not self._policy.share_cold
+            or self.blocks.states is not None
+            or job.first < len(job.request.prompt)
+            or not self._limits.causal
+        ):
             return False
         found = self._cold.leader(job, cached)
         if found is None:

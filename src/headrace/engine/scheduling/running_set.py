@@ -50,6 +50,7 @@ class RunningSet:
         job.match = None
         sequence = job.sequence
         sequence.blocks = table.blocks
+        sequence.state_slot = table.state_slot
         sequence.computed = table.cached_tokens
         job.room = len(table.blocks) * self.blocks.block_tokens
         self._run(job)
@@ -59,6 +60,8 @@ class RunningSet:
         """Start another of the request's sequences on the leader's prompt; only the last prompt token is recomputed,
         for its own result. Return False if there is no memory."""
         assert leader.table is not None
+        if self.blocks.states is not None:
+            return False  # the leader's state is already past the prompt
         tokens = len(job.request.prompt) - 1
         table = self.blocks.fork(leader.table, tokens)
         if table is None:
@@ -108,6 +111,7 @@ class RunningSet:
         job.table = None
         job.room = 0
         sequence.blocks = []
+        sequence.state_slot = -1
         sequence.drafted.clear()
 
     def _run(self, job: SequenceJob) -> None:

@@ -193,7 +193,16 @@ class Scheduler:
         self._step = step
         seconds = step.seconds
         self._step_ends = now + seconds
-        return StepPlan(step.shares, self.blocks.take_copies(), seconds, step.hidden, step.rows, step.pairs)
+        states = self.blocks.states
+        return StepPlan(
+            step.shares,
+            self.blocks.take_copies(),
+            seconds,
+            step.hidden,
+            step.rows,
+            step.pairs,
+            [] if states is None else states.take_copies(),
+        )
 
     def settle(self, plan: StepPlan, outcomes: list[ShareOutcome], now: float, seconds: float) -> list[SequenceEvent]:
         """Apply a step's outcomes. `seconds` is how long the step took; a value that is not positive is ignored."""
@@ -302,6 +311,8 @@ class Scheduler:
             self.queue.computed(job, weighted)
         # The newest token is not computed yet, even if it equals a draft.
         sequence.computed = min(computed, len(tokens) - bool(accepted))
+        if self.blocks.states is not None:
+            self._planner.keep_state(job, count)
         if job.state is JobState.DECODING:
             if len(tokens) - sequence.computed > _FORCED:
                 self.running.prefill(job)

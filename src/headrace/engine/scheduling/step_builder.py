@@ -77,6 +77,11 @@ class StepBuilder:
         computed = sequence.computed
         if count < pending and count >= 2 * limits.block_tokens:
             count -= (computed + count) % limits.block_tokens  # end at a block boundary: whole blocks can be reused
+        if limits.keeps_states:
+            # The last whole block that others can reuse ends a chunk, because a state is kept only between steps.
+            last = (len(sequence.tokens) - 1) // limits.block_tokens * limits.block_tokens
+            if computed < last < computed + count:
+                count = last - computed
         prompt = len(job.request.prompt)
         first = max(job.first, sequence.reported, computed)
         if first < prompt:

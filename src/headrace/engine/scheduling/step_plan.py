@@ -23,6 +23,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 8192  # tokens of one sequence
     max_rows: int = 512  # of one step
     block_tokens: int = 16
+    keeps_states: bool = False  # chunks of prompts end where a recurrent state can be kept for reuse
     causal: bool = True  # False for an encoder, whose sequence is computed in one step and is never reused
 
     max_sequences: int = 64  # running at once
@@ -54,6 +55,7 @@ class StepPlan(msgspec.Struct):
     hidden: bool = False  # final hidden states instead of logits: every share is of kind "embed"
     rows: int = 0
     pairs: int = 0  # KV tokens that all rows together read
+    state_copies: list[tuple[int, int]] = []  # recurrent states to copy before the step: source, target
 
 
 class ShareOutcome(msgspec.Struct):

@@ -203,6 +203,8 @@ def parameter_bound(spec: ModelSpec) -> int:
     """Return an upper bound of the weights without listing tensors, since a hostile config makes that list long."""
     experts = spec.experts
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
+    if (recurrent := spec.recurrent) is not None:
+        attention = max(attention, spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner))
     dense = 3 * spec.hidden_size * spec.intermediate_size
     experts_size = experts.intermediate_size * experts.count + experts.shared_size if experts else 0
     mixture = 3 * spec.hidden_size * experts_size
@@ -244,7 +246,7 @@ def named_sources(
 
     def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
-        if name.endswith((".router_bias", ".sinks")):
+        if name.endswith((".router_bias", ".sinks", ".step_bias", ".decay", ".skip")):
             _, number, leaf = name.split(".", 2)
             return (TensorPart(f"{prefix}{layer}.{number}.{table[leaf][0]}"),)
         if name == "head":

@@ -20,7 +20,9 @@ class TensorPart(msgspec.Struct, frozen=True):
     rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
     second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files. `grouped` is
     set for queries, keys and values in one tensor, head by head of the keys: the queries of each key, and the rows of a
-    head. `transposed` is set for [inputs, outputs], and `flat` for a vector that has more dimensions in the files.
+    head. `split` is set where the file has rows in groups of such sizes, by turns, and only those at one place of each
+    turn are meant. `transposed` is set for [inputs, outputs], and `flat` for a vector that has more dimensions in the
+    files.
     """
 
     name: str
@@ -29,6 +31,7 @@ class TensorPart(msgspec.Struct, frozen=True):
     pairs: tuple[int, int] | None = None
     pairs_last: bool = False
     grouped: tuple[int, int] | None = None
+    split: tuple[tuple[int, ...], int] | None = None
     transposed: bool = False
     flat: bool = False
 
@@ -38,6 +41,11 @@ class TensorPart(msgspec.Struct, frozen=True):
             queries, size = self.grouped
             groups = np.arange(rows).reshape(-1, queries + 2, size)
             return np.concatenate([groups[:, :-2].ravel(), groups[:, -2].ravel(), groups[:, -1].ravel()])
+        if self.split is not None:
+            sizes, place = self.split
+            first = sum(sizes[:place])
+            turns = np.arange(0, rows, sum(sizes))[:, None]
+            return (turns + np.arange(first, first + sizes[place])).reshape(-1)
         if self.pairs is None:
             return None
         size, rotated = self.pairs
@@ -83,8 +91,12 @@ MODEL_TYPES: Final[dict[str, str]] = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gptj": "GPTJForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -98,6 +110,9 @@ MODEL_TYPES: Final[dict[str, str]] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "roberta": "RobertaModel",
     "smollm3": "SmolLM3ForCausalLM",

@@ -26,7 +26,7 @@ from headrace.models.spec import LayerSpec, ModelSpec
 architectures: tuple[str, ...] = ("GraniteForCausalLM", "GraniteMoeForCausalLM")
 ignored: tuple[str, ...] = ()
 
-_NAMES: TensorNames = {
+GRANITE_NAMES: TensorNames = {
     **LLAMA_NAMES,
     "mlp.router": ("block_sparse_moe.router.layer",),
     "mlp.experts.gate_up": ("block_sparse_moe.input_linear",),
@@ -48,13 +48,18 @@ def spec(config: ConfigJson) -> ModelSpec:
         norm_eps=1e-6,
         experts=expert_spec(config, size_key="intermediate_size", normalise=True) if mixture else None,
     )
+    mlp_bias = False if mixture else config.flag("mlp_bias", default=False)
+    return msgspec.structs.replace(with_factors(plain, config), mlp_bias=mlp_bias)
+
+
+def with_factors(plain: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return a spec with Granite's factors and the biases of its attention."""
     bias = config.flag("attention_bias", default=False)
     residual = config.positive("residual_multiplier", default=1.0)
     return msgspec.structs.replace(
         plain,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=False if mixture else config.flag("mlp_bias", default=False),
         norm_eps=plain.norm_eps / residual**2,
         embedding_scale=config.positive("embedding_multiplier", default=1.0) / residual,
         attention_scale=config.positive("attention_multiplier", default=1.0),
@@ -63,10 +68,10 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    found = named_sources(spec, _NAMES, names, prefix=decoder_prefix(names))
-    return {name: tuple(_expert(part, name) for part in parts) for name, parts in found.items()}
+    found = named_sources(spec, GRANITE_NAMES, names, prefix=decoder_prefix(names))
+    return {name: tuple(expert_part(part, name) for part in parts) for name, parts in found.items()}
 
 
-def _expert(part: TensorPart, name: str) -> TensorPart:
+def expert_part(part: TensorPart, name: str) -> TensorPart:
     """The files hold all experts of a layer in one tensor."""
     return TensorPart(part.name, index=int(name.split(".")[4])) if ".experts." in name else part

@@ -33,7 +33,7 @@ architectures: tuple[str, ...] = (
 # Windows are off unless `use_sliding_window` is on; a Qwen2 always has biases; a mixture may have no dense layer.
 ignored: tuple[str, ...] = ("sliding_window", "max_window_layers", "attention_bias", "intermediate_size")
 
-_NAMES: TensorNames = {
+QWEN_NAMES: TensorNames = {
     **LLAMA_NAMES,
     **EXPERT_NAMES,
     "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -45,7 +45,7 @@ _NAMES: TensorNames = {
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     size = head_size(config, default=128 if architecture == "Qwen3ForCausalLM" else None)
-    layers = _expert_layers(config) if "Moe" in architecture else _dense_layers(config)
+    layers = expert_layers(config) if "Moe" in architecture else _dense_layers(config)
     mixed = any(layer.experts for layer in layers)
     plain = decoder_spec(
         config,
@@ -68,7 +68,7 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    table = named_sources(spec, _NAMES, names, prefix=decoder_prefix(names))
+    table = named_sources(spec, QWEN_NAMES, names, prefix=decoder_prefix(names))
     return fuse_experts(table, spec, names, ("layers.{layer}.mlp",))
 
 
@@ -80,7 +80,8 @@ def _dense_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(window=window) for window in layer_windows(config, window, default))
 
 
-def _expert_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
+def expert_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
+    """Return the layers of a mixture, some of which may be dense."""
     count = layer_count(config)
     window = gated_sliding_window(config, default=4096) or 0  # of every layer
     dense = frozenset(
@@ -93,9 +94,18 @@ def _expert_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
 
 
 def _experts(config: ConfigJson) -> ExpertSpec:
-    normalise = config.flag("norm_topk_prob", default=False)
-    chosen = expert_spec(config, size_key="moe_intermediate_size", normalise=normalise)
-    if architecture_of(config) == "Qwen3MoeForCausalLM":
-        return chosen
-    shared = config.size("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE, default=5632)
-    return msgspec.structs.replace(chosen, shared_size=shared, shared_gate=True)
+    if architecture_of(config) == "Qwen2MoeForCausalLM":
+        return shared_experts(config, normalise=False, shared=5632)
+    return _chosen(config, normalise=False)
+
+
+def shared_experts(config: ConfigJson, *, normalise: bool = True, shared: int = 512) -> ExpertSpec:
+    """Return a mixture with an expert that every token goes to; `normalise` and `shared` are defaults."""
+    size = config.size("shared_expert_intermediate_size", maximum=MAX_INTERMEDIATE, default=shared)
+    return msgspec.structs.replace(_chosen(config, normalise=normalise), shared_size=size, shared_gate=True)
+
+
+def _chosen(config: ConfigJson, *, normalise: bool) -> ExpertSpec:
+    return expert_spec(
+        config, size_key="moe_intermediate_size", normalise=config.flag("norm_topk_prob", default=normalise)
+    )

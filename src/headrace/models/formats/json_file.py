@@ -6,6 +6,7 @@ Does not know what the keys mean.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -35,14 +36,21 @@ def _reject_constant(text: str) -> NoReturn:
     raise _StrictnessError(f"{text} is not JSON")
 
 
-def parse_json_object(data: bytes | memoryview, *, path: Path | str | None, what: str = "file") -> dict[str, object]:
-    """Parse one JSON object. Errors name `what`: the "file", or a part of it."""
+def _only_infinity(text: str) -> float:
+    return math.inf if text == "Infinity" else _reject_constant(text)
+
+
+def parse_json_object(
+    data: bytes | memoryview, *, path: Path | str | None, what: str = "file", infinity: bool = False
+) -> dict[str, object]:
+    """Parse one JSON object. Errors name `what`: the "file", or a part of it. `infinity` accepts `Infinity`."""
+    constant = _only_infinity if infinity else _reject_constant
     try:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"The {what} is not UTF-8: {error.reason} at byte {error.start}.", path=path) from None
     try:
-        value: object = json.loads(text, object_pairs_hook=_unique_object, parse_constant=_reject_constant)
+        value: object = json.loads(text, object_pairs_hook=_unique_object, parse_constant=constant)
     except _StrictnessError as error:
         raise ModelError(f"The {what} is not acceptable JSON: {error}.", path=path) from None
     except json.JSONDecodeError as error:
@@ -69,9 +77,9 @@ def decode_text(data: bytes, path: Path) -> str:
         raise ModelError(f"The file is not UTF-8: {error.reason} at byte {error.start}.", path=path) from None
 
 
-def read_json(path: Path, *, limit: int = JSON_LIMIT) -> dict[str, object]:
-    """Read the object in a JSON file of at most `limit` bytes."""
-    return parse_json_object(read_bounded(path, limit), path=path)
+def read_json(path: Path, *, limit: int = JSON_LIMIT, infinity: bool = False) -> dict[str, object]:
+    """Read the object in a JSON file of at most `limit` bytes. `infinity` accepts `Infinity`, as Mamba's bounds use."""
+    return parse_json_object(read_bounded(path, limit), path=path, infinity=infinity)
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

@@ -1,0 +1,113 @@
+"""Models with recurrent layers in the engine: the same tokens whatever is reused, preempted or beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.engine import Engine
+from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.sampling import SamplingParams
+from headrace.engine.process.open_engine import open_variant
+from headrace.errors import RequestError
+from headrace.variant import Variant
+from tests.models.tiny_models import build, prompt
+
+NAMES = ("lfm2", "mamba2", "qwen3-next")
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    built: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in built:
+            built[name] = tmp_path_factory.mktemp(name)
+            build(name, built[name])
+        return built[name]
+
+    return get
+
+
+def engine_of(path: Path, **options: object) -> Engine:
+    given = {"weights": "int8", "kv": "bf16", "threads": 1, "context": 512, "cache": False, "checks": True}
+    return open_variant(Variant.of(str(path), **{**given, **options})).engine
+
+
+def request(name: str, tokens: list[int], *, count: int = 24, n: int = 1) -> GenerationRequest:
+    sampling = SamplingParams(temperature=1.0, seed=3) if n > 1 else SamplingParams()
+    return GenerationRequest(id=name, prompt=tuple(tokens), max_tokens=count, n=n, sampling=sampling)
+
+
+def run(engine: Engine, *requests: GenerationRequest) -> tuple[dict[tuple[str, int], list[int]], dict[str, int]]:
+    """Return the tokens of every sequence, and how many of each request's prompt were found in the cache."""
+    for each in requests:
+        assert engine.submit(each).accepted
+    tokens: dict[tuple[str, int], list[int]] = {}
+    cached: dict[str, int] = {}
+    while not engine.idle:
+        for output in engine.step():
+            tokens.setdefault((output.request, output.index), []).extend(output.tokens)
+            if output.ending is not None:
+                assert output.ending.finish is FinishReason.LENGTH, output.ending
+                cached[output.request] = output.ending.usage.cached_tokens
+    engine.blocks.check()
+    return tokens, cached
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reused_states_change_no_token(name: str, folder: Folder) -> None:
+    fresh = engine_of(folder(name), prefix_cache=False)
+    engine = engine_of(folder(name))
+    tokens = prompt(150)
+    first, found = run(engine, request("a", tokens))
+    assert found == {"a": 0}
+    assert first == run(fresh, request("a", tokens))[0]
+    # the same prompt, a conversation that goes on, and one that leaves it early
+    longer = [*tokens, *first["a", 0], *prompt(20)]
+    branch = [*tokens[:100], *prompt(30)]
+    for again, least in ((tokens, 144), (longer, 160), (branch, 0)):
+        output, found = run(engine, request("b", again))
+        assert found["b"] >= least
+        assert output == run(fresh, request("b", again))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_company_chunks_and_preemption_change_no_token(name: str, folder: Folder) -> None:
+    requests = [request(str(length), prompt(length), count=60) for length in (5, 17, 90, 200)]
+    alone = engine_of(folder(name), prefix_cache=False)
+    expected = {key: found for each in requests for key, found in run(alone, each)[0].items()}
+    crowded = engine_of(folder(name), kv_tokens=512, context=320, max_rows=48)
+    assert run(crowded, *requests)[0] == expected
+    assert crowded.scheduler.stats().preempted
+
+
+def test_several_answers_to_one_prompt(folder: Folder) -> None:
+    engine = engine_of(folder("lfm2"))
+    output, _ = run(engine, request("a", prompt(40), n=3))
+    fresh, _ = run(engine_of(folder("lfm2"), prefix_cache=False), request("a", prompt(40), n=3))
+    assert output == fresh
+    assert len({tuple(tokens) for tokens in output.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("kv_memory_bytes", 1 << 20), ("saved_prefixes", "prefixes"), ("draft_model", "draft"), ("speculation", "self")],
+)
+def test_options_that_need_more_than_kv_are_refused(option: str, value: object, folder: Folder) -> None:
+    others = {"draft_model": {"speculation": "model"}, "speculation": {"draft_weights": "int4"}}
+    more = others.get(option, {})
+    with pytest.raises(RequestError, match="recurrent layers") as caught:
+        engine_of(folder("lfm2"), **{option: value, **more})
+    assert caught.value.parameter == option
+
+
+def test_a_recurrent_model_drafts_for_none(folder: Folder) -> None:
+    assert engine_of(folder("lfm2"), speculation="ngram").speculator is None
+    with pytest.raises(RequestError, match="cannot be a draft model") as caught:
+        engine_of(Path("mini"), speculation="model", draft_model=str(folder("lfm2")))
+    assert caught.value.parameter == "draft_model"
