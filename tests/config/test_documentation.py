@@ -48,6 +48,7 @@ from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
+from headrace.config.catalogue_section import CatalogueConfig
 from headrace.config.loader import OPTIONS
 from headrace.config.recording_section import RecordingConfig
 from headrace.config.toml_text import config_toml, toml_value
@@ -88,6 +89,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[cache.exact]`": ExactConfig,
     "`[cache.semantic]`": SemanticConfig,
     "`[cache.results]`": ResultsConfig,
+    "`[catalogues.NAME]`": CatalogueConfig,
     "`[routing]`": RoutingConfig,
     "`[[routing.rules]]`": routing.RuleConfig,
     "`[routing.rules.when]`": routing.RuleConditions,

@@ -34,6 +34,9 @@ embedder = "minilm"
 mode = "on"
 stale = "1h"
 
+[catalogues.shop]
+file = "shop.jsonl"
+
 [surfaces.chat.ladder]
 steps = [
   { step = "max_tokens", queue_ms = [100, 50] },

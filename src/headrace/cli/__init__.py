@@ -29,6 +29,7 @@ COMMANDS = {
     "advise": "Look at a running server's figures and say what to change.",
     "bench": "Benchmark any OpenAI-compatible server and compare results.",
     "canary": "Compare a candidate with the variant it may replace, on a share of the traffic.",
+    "catalogue": "Write texts for known questions ahead, and approve them.",
     "chat": "Chat with a model in the terminal.",
     "collection": "Add documents to collections of a running server, and search them.",
     "completion": "Print a shell's completion script.",

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, ResultsConfig, SemanticConfig
 from headrace.config.canary_section import CanaryConfig
+from headrace.config.catalogue_section import CatalogueConfig
 from headrace.config.collection_section import CollectionsConfig
 from headrace.config.drift_section import DriftConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
@@ -252,6 +253,8 @@ class Config(Section, frozen=True):
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict[str, PriceConfig])  # by variant or model
     ledger: LedgerConfig = LedgerConfig()
     cache: CacheConfig = CacheConfig()
+    # Approved texts that answer known questions
+    catalogues: dict[str, CatalogueConfig] = msgspec.field(default_factory=dict[str, CatalogueConfig])
     routing: RoutingConfig = RoutingConfig()
     shaping: ShapingConfig = ShapingConfig()
     fast: FastConfig = FastConfig()

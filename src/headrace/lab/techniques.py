@@ -238,6 +238,15 @@ TECHNIQUES: Final = (
         off=_semantic_off,
     ),
     Technique(
+        name="catalogues",
+        area="caches",
+        lossless=False,
+        about="approved texts answer the questions that they were written for, before a model is asked",
+        switch="catalogues",
+        used=lambda config: _names("catalogues", config.catalogues),
+        off=lambda config: replace(config, catalogues={}),
+    ),
+    Technique(
         name="stale responses",
         area="caches",
         lossless=False,

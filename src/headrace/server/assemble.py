@@ -18,6 +18,7 @@ from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
+from headrace.gateway.caches.catalogues.catalogues import Catalogues
 from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
@@ -96,6 +97,7 @@ def assemble(
         observer.remember = keeper.feedback.note
     scales = shared is None and any(model.autoscale is not None for model in config.models.values())
     autoscaling = (Autoscaler.from_config(config, fleet).run,) if scales else ()
+    catalogues = Catalogues(config.catalogues) if config.catalogues else None
     services = Services(
         fleet=fleet,
         accounts=accounts,
@@ -107,6 +109,7 @@ def assemble(
         exact=exact,
         semantic=semantic,
         results=results,
+        catalogues=catalogues,
         dispatcher=dispatcher,
         ladder=Ladder.from_config(config.surfaces),
         pressure=PressureMonitor(),
@@ -117,7 +120,7 @@ def assemble(
         capacity=CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s),
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
-        loops=(recorder.run, *autoscaling),
+        loops=(recorder.run, *autoscaling, *(() if catalogues is None else (catalogues.run,))),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,

@@ -111,6 +111,14 @@ def check_config(config: Config, environ: Mapping[str, str]) -> Iterator[Finding
         if name and name not in served:
             known = ", ".join(map(quoted, served))
             yield f"collections.{key}", f"expected a served {kind}, one of {known}, found {quoted(name)}"
+    for name, each in config.catalogues.items():
+        for place, model in enumerate(each.models):
+            if model not in served:
+                known = ", ".join(map(quoted, served))
+                where = f"{key_path('catalogues', name)}.models[{place}]"
+                yield where, f"expected a served model, one of {known}, found {quoted(model)}"
+        for place, surface in enumerate(each.surfaces):
+            yield from _surface(surface, f"{key_path('catalogues', name)}.surfaces[{place}]")
     yield from pipeline_rules.findings(config, served)
     yield from tool_rules.findings(config, environ)
     for name, each in config.prices.items():

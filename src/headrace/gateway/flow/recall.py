@@ -1,4 +1,7 @@
-"""Recall: an existing answer (exact, semantic, extracted from the request's own sources), or the ladder's refusal."""
+"""Recall: an existing answer, or the ladder's refusal.
+
+Looks into catalogues, the exact and the semantic cache, and the request's own sources, in this order.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ async def recall(state: FlowState) -> bool:
     """Look for an answer that needs no generation; True if found. ApiError if the ladder refuses the request."""
     exchange, services, lookups, degradation = state.exchange, state.services, state.lookups, state.degradation
     plan = degradation.plan
+    if answer_from_catalogue(state):
+        return True
     takes_stale = plan is not None and plan.stale_s is not None
     if lookups.semantic is None and (hit := await look_up_exact(state, stale=takes_stale)) is not None:
         _answer_from_cache(state, hit, "stale" if hit.stale else "exact", f"age={hit.age_s:.0f}")
@@ -154,6 +159,28 @@ def _answer_from_cache(state: FlowState, hit: CacheHit, cache: str, detail: str 
     state.exchange.answered_by = cache
     state.exchange.headers["x-headrace-cache"] = f"{cache}; {detail}" if detail else cache
     state.exchange.notes["cache"] = cache
+
+
+def answer_from_catalogue(state: FlowState) -> bool:
+    """Answer with an approved text, if a catalogue has one for the question."""
+    exchange, catalogues, original = state.exchange, state.services.catalogues, state.degradation.original
+    if catalogues is None:
+        return False
+    asked = exchange if original is None else original
+    hit = catalogues.find(
+        asked.text_request, tenant=exchange.caller.tenant, variant=asked.served.name, surface=exchange.surface
+    )
+    if hit is None:
+        return False
+    exchange.served = asked.served
+    state.degradation.record.remove()  # it had no effect on this answer
+    text = hit.found.text
+    usage = TokenUsage(exchange.prompt_tokens, text.output_tokens)
+    deltas = [ChoiceDelta(0, content=hit.found.answer), ChoiceDelta(0, finish="stop", usage=usage)]
+    detail = f"name={hit.catalogue}; version={hit.version}"
+    _answer_from_cache(state, CacheHit(deltas, n=1, machine_s=text.machine_s), "catalogue", detail)
+    exchange.notes["catalogue"] = {"name": hit.catalogue, "version": hit.version, "text": text.name}
+    return True
 
 
 def _extract(state: FlowState) -> bool:

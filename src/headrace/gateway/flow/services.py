@@ -13,6 +13,7 @@ from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_policies import LimitScopes
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.cache_maintenance import sweep_forever
+from headrace.gateway.caches.catalogues.catalogues import Catalogues
 from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.results.result_cache import ResultCache
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
@@ -44,6 +45,7 @@ class Services(msgspec.Struct, kw_only=True):
     exact: ExactCache | None
     semantic: SemanticCache | None
     results: ResultCache | None
+    catalogues: Catalogues | None = None
     dispatcher: Dispatcher
     ladder: Ladder
     pressure: PressureMonitor

@@ -22,7 +22,9 @@ _MOST_FILES: Final = 64
 _MOST_BYTES: Final = 16 * 1024**2
 
 
-_ANSWERED: Final = frozenset({"exact", "stale", "shared", "semantic", "extract"})  # routes of answers from caches
+_ANSWERED: Final = frozenset(
+    {"exact", "stale", "shared", "semantic", "extract", "catalogue"}
+)  # routes of answers from caches
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):

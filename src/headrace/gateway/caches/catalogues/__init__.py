@@ -1,0 +1,1 @@
+"""Catalogues: approved texts, written before they are asked for."""
