@@ -11,6 +11,7 @@ import pytest
 from headrace.cli import main
 from headrace.lab.comparison.answer import Answer
 from headrace.lab.recording.recorded_request import RecordedRequest, write_trace
+from headrace.models.model_folder import open_model
 
 FAST = ("--epochs", "1", "--batch", "8", "--rank", "2", "--threads", "1")
 
@@ -70,6 +71,30 @@ def test_recorded_answers_are_learnt_without_those_that_were_cut(
     assert "| teacher | recorded answers of traffic.jsonl |" in card
 
 
+def test_a_model_is_trained_for_the_precision_that_serves_it(tiny_folder: Path, examples: Path, tmp_path: Path) -> None:
+    plain, rounded = tmp_path / "plain", tmp_path / "rounded"
+    common = ["adapt", str(tiny_folder), "--data", str(examples), "--full", "--no-gate", *FAST]
+    assert main([*common, "--out", str(plain)]) == 0
+    assert main([*common, "--qat", "int4", "--out", str(rounded)]) == 0
+    assert "int4" in (rounded / "README.md").read_text()
+    name = "layers.0.attn.qkv"
+    one, other, base = (open_model(each).tensor(name).to_f32() for each in (plain, rounded, tiny_folder))
+    assert (other != base).any()
+    assert (other != one).any()  # gradients were those of the rounded weights
+    assert (
+        main(["generate", str(rounded), "--weights", "int4", "--prompt", "x", "--max-tokens", "2", "--no-cache"]) == 0
+    )
+
+
+def test_a_teachers_answers_are_learnt(tiny_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "What is {number} plus 2?"}}\n' for number in range(4)))
+    out = tmp_path / "student"
+    options = ["--distil-from", "draft", "--distil", "answers", "--no-gate"]
+    assert main(["adapt", str(tiny_folder), "--data", str(prompts), "--out", str(out), *options, *FAST]) == 0
+    assert "| examples | 3 to train on, 1 held out |" in (out / "README.md").read_text()
+
+
 def test_a_text_heals_a_model_with_its_teachers_predictions(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +102,11 @@ def test_a_text_heals_a_model_with_its_teachers_predictions(
     text.write_text("The old mill stands by the river, and its wheel turns. " * 12)
     out = tmp_path / "healed"
     options = ["--full", "--distil-from", str(tiny_folder), "--data", str(text), "--max-length", "32"]
-    assert main(["adapt", str(tiny_folder), "--out", str(out), *options, *FAST]) == 0
+    narrow = tmp_path / "narrow"
+    cut = ["--neurons", "128", "--calibrate", str(text), "--window", "32"]
+    assert main(["reshape", str(tiny_folder), str(narrow), *cut]) == 0
+    assert main(["adapt", str(narrow), "--out", str(out), *options, *FAST]) == 0
+    assert open_model(out).spec == open_model(narrow).spec
     assert "all weights, 50% of the loss from a teacher's predictions" in capsys.readouterr().out
     assert (out / "model.safetensors").exists()
     assert main(["generate", str(out), "--prompt", "The old", "--max-tokens", "2", "--no-cache"]) == 0

@@ -12,6 +12,7 @@ from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuan
 from compressed_tensors.quantization import QuantizationScheme
 
 from headrace.compress.grids import GridSpec, dequantise, fit, round_to_nearest
+from headrace.compress.nested_scales import NESTED_TABLE
 from headrace.compress.stored_product import store_codes
 from headrace.compress.work_folder import as_pieces
 from headrace.models.config_json import ConfigJson
@@ -87,3 +88,47 @@ def test_nf4_is_what_bitsandbytes_layers_hold(tmp_path: Path) -> None:
     assert read is not None
     ours = QuantisedWeights(ModelWeights.open(tmp_path), read)
     assert (ours.dense("layer.weight").data == dequantise(codes, grid)).all()
+
+
+def test_magnitudes_of_blocks_are_rounded_and_read_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((60, 320)).astype(np.float32) * np.exp(rng.standard_normal((60, 1))).astype(
+        np.float32
+    )
+    weights[7] = 0
+    parts = (37, 23)  # neither has whole blocks of magnitudes
+    grid = fit(weights, GridSpec(bits=4, group=64, kind="nf4", scale_type="f32", nested=True), parts=parts)
+    codes = round_to_nearest(weights, grid)
+    expected = dequantise(codes, grid)
+    stored, begin = {}, 0
+    for number, rows in enumerate(parts):
+        part = slice(begin, begin + rows)
+        stored |= store_codes(f"layer{number}.weight", codes[part], grid.rows(part))
+        begin += rows
+    write_safetensors(tmp_path / "model.safetensors", as_pieces(stored))
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = ConfigJson({"quantization_config": section}, path=tmp_path / "config.json")
+    scheme = read_scheme(config)
+    assert scheme is not None
+    tensors = QuantisedWeights(ModelWeights.open(tmp_path), scheme)
+    found = [tensors.dense(f"layer{number}.weight").to_f32() for number in range(len(parts))]
+    assert np.array_equal(np.concatenate(found), expected)
+    assert not expected[7].any()
+    plain = fit(weights, GridSpec(bits=4, group=64, kind="nf4", scale_type="f32"))
+    loss, least = (
+        float(np.square(values - weights).sum())
+        for values in (expected, dequantise(round_to_nearest(weights, plain), plain))
+    )
+    assert loss < 1.05 * least
+    bits = sum(data.nbytes for name, (_, data) in stored.items() if "absmax" in name) * 8 / weights.size
+    assert bits < 0.14  # a magnitude in f32 takes 0.5
+
+
+def test_the_table_of_magnitudes_is_that_of_bitsandbytes() -> None:
+    # create_dynamic_map(signed=True, max_exponent_bits=7, total_bits=8)
+    assert len(NESTED_TABLE) == 256
+    assert (np.diff(NESTED_TABLE) > 0).all()
+    assert NESTED_TABLE[127] == 0
+    np.testing.assert_allclose(
+        NESTED_TABLE[[0, 126, 128, 254, 255]], [-0.99297, -5.5e-7, 5.5e-7, 0.99297, 1], rtol=1e-4
+    )

@@ -49,6 +49,7 @@ COMMANDS = {
     "recordings": "List, export and delete what a server recorded of tenants that opted in.",
     "replay": "Send recorded requests again and keep the answers beside the originals.",
     "report": "Write what a running server did in the last days as one HTML file.",
+    "reshape": "Give a model fewer heads, feed-forward neurons or experts.",
     "serve": "Serve models to OpenAI and Anthropic clients.",
     "shadows": "Show how the answers of shadows differ from the served ones.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",

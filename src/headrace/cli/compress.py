@@ -22,7 +22,14 @@ from headrace.bench.evaluation.evaluation import (
 )
 from headrace.bench.evaluation.evaluation_table import markdown, show
 from headrace.cli.calibration_text import calibration_sequences, read_documents, split_documents
-from headrace.cli.compress_format import check_format, default_format, gguf_recipe, plain_recipe, sparse_recipe
+from headrace.cli.compress_format import (
+    check_format,
+    default_format,
+    gguf_recipe,
+    nested_recipe,
+    plain_recipe,
+    sparse_recipe,
+)
 from headrace.cli.compress_target import parse_target, planned
 from headrace.cli.evaluate import EvaluationBar
 from headrace.compress.calibration import BUNDLED_TEXT
@@ -57,6 +64,7 @@ def compress(
     group: str | None = None,
     symmetric: bool | None = None,
     block_type: str | None = None,
+    double_quant: bool = False,
     sparsity: str | None = None,
     pruner: str = "sparsegpt",
     keep: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -107,6 +115,8 @@ def compress(
     block_type
         Q8_0, Q6_K, Q4_K, Q4_1 or Q4_0, for a GGUF file. Default: by --bits 8, 6 or 4: Q8_0, Q6_K and Q4_K; where a row
         is no multiple of 256 weights, Q8_0 and Q4_1.
+    double_quant
+        Round the magnitudes of NF4's blocks to 8 bits too: 4.13 bits per weight and not 4.5.
     sparsity
         Set weights of the layers' products to 0: a share such as 0.5, or 2:4 for two of every four neighbours. Without
         --bits the others are not rounded.
@@ -155,6 +165,8 @@ def compress(
     recipe = _recipe(
         folder, check_method(method), uniform, group, symmetric, keep or [], clip=clip, act_order=act_order
     )
+    if double_quant:
+        recipe = nested_recipe(recipe)
     if sparsity is not None:
         recipe = sparse_recipe(recipe, sparsity, pruner, keep or [], rounds=bits is not None or target is not None)
     kind = format or default_format(recipe)

@@ -27,6 +27,13 @@ def sparse_recipe(recipe: Recipe, sparsity: str, pruner: str, keep: Sequence[str
     )
 
 
+def nested_recipe(recipe: Recipe) -> Recipe:
+    """Return a recipe with double quantisation, which only NF4 has."""
+    if recipe.grid(4).kind != "nf4":
+        raise RequestError(f"--double-quant is for nf4 and nf4+gptq, not {recipe.method}.", parameter="double_quant")
+    return msgspec.structs.replace(recipe, nested=True)
+
+
 def default_format(recipe: Recipe) -> str:
     if not recipe.rounds:
         return "dense"

@@ -153,7 +153,7 @@ def _bitsandbytes_config(folder: ModelFolder, recipe: Recipe, written: TensorSou
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_use_double_quant": recipe.nested,
         "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": _kept(folder, recipe, written),

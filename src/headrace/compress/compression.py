@@ -187,7 +187,7 @@ def compress_model(
             watch(LayerProgress(f"layer {index + 1} of {count}, {doing}", done, (count - resumed) * steps))
             finished += doing != "scales"
 
-        compressed = _compress_layer(folder, index, hidden, tokens, recipe, show)
+        compressed = _compress_layer(folder, written, index, hidden, tokens, recipe, show)
         stored = _store_layer(folder, written, index, compressed, recipe, sparse=format == SPARSE)
         last = index + 1 == count
         work.finish_layer(stored, None if last else hidden, _reports(compressed, index))
@@ -244,7 +244,13 @@ def scale_type(folder: ModelFolder) -> ScaleType:
 
 
 def _compress_layer(
-    folder: ModelFolder, index: int, hidden: F32, tokens: Tokens, recipe: Recipe, show: Callable[[str], None]
+    folder: ModelFolder,
+    written: TensorSources,
+    index: int,
+    hidden: F32,
+    tokens: Tokens,
+    recipe: Recipe,
+    show: Callable[[str], None],
 ) -> CompressedLayer:
     prefix = f"layers.{index}."
     tensors = load_layer(folder, index)
@@ -252,7 +258,10 @@ def _compress_layer(
     stored: dict[str, DenseType] = {name: dense_type(folder, prefix + name) for name in tensors}
     layer = LayerPass(folder.spec, index, tensors)
     pruned = {name.removeprefix(prefix) for name in recipe.pruned if name.startswith(prefix)}
-    return LayerCompression(layer, hidden, tokens, recipe, bits, stored, show, pruned=pruned).run()
+    parts = {
+        name: [each.rows.stop - each.rows.start for each in parts_of(folder, written, prefix + name)] for name in bits
+    }
+    return LayerCompression(layer, hidden, tokens, recipe, bits, stored, show, pruned=pruned, parts=parts).run()
 
 
 def _store_layer(

@@ -8,6 +8,7 @@ sees. Knows one matrix at a time, and nothing of its inputs but how much each ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.compress.block_grids import BLOCK_TYPES, BlockScales, fit_blocks
 from headrace.compress.layer_pass import F32
+from headrace.compress.nested_scales import NESTED_BLOCK, nest
 
 ScaleType = Literal["bf16", "f16", "f32"]
 NF4: Final = np.array(
@@ -41,6 +43,7 @@ class GridSpec(msgspec.Struct, frozen=True):
     kind: Literal["integer", "nf4"] = "integer"
     scale_type: ScaleType = "bf16"
     block_type: str = ""  # of a GGUF file; the rest follows from it
+    nested: bool = False  # the magnitudes of NF4's blocks are rounded too
 
     @classmethod
     def of_blocks(cls, name: str) -> GridSpec:
@@ -60,7 +63,7 @@ class GridSpec(msgspec.Struct, frozen=True):
     def stored_bits(self) -> float:
         """Bits of a weight on disk, with its share of scales and zeros, for long rows."""
         if self.kind == "nf4":
-            return 4 + 32 / NF4_BLOCK
+            return 4 + (8 + 32 / NESTED_BLOCK if self.nested else 32) / NF4_BLOCK
         if self.block_type:
             return BLOCK_TYPES[self.block_type].bytes * 8 / BLOCK_TYPES[self.block_type].block
         return self.bits + ((16 + (0 if self.symmetric else self.bits)) / self.group if self.group else 0)
@@ -74,6 +77,7 @@ class Grid(msgspec.Struct, frozen=True):
     zeros: NDArray[np.int16]  # [outputs, groups]; unused by NF4
     minima: F32 | None = None  # [outputs, groups], which are subtracted, in place of zeros
     blocks: BlockScales | None = None  # what blocks of GGUF store
+    magnitudes: F32 | None = None  # [outputs, groups], before they were rounded (double quantisation)
 
     def rows(self, rows: slice | NDArray[np.intp]) -> Grid:
         """Return the grid of some rows."""
@@ -83,13 +87,16 @@ class Grid(msgspec.Struct, frozen=True):
             self.zeros[rows],
             None if self.minima is None else self.minima[rows],
             None if self.blocks is None else self.blocks.rows(rows),
+            None if self.magnitudes is None else self.magnitudes[rows],
         )
 
     def codes(self, weights: F32, groups: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Round columns; `groups` has the group of each."""
         if self.minima is not None:
             weights = weights + self.minima[:, groups]
-        scales = np.where(self.scales == 0, np.float32(1), self.scales) if self.spec.block_type else self.scales
+        scales = self.scales
+        if self.spec.block_type or self.spec.nested:
+            scales = np.where(scales == 0, np.float32(np.inf if self.spec.nested else 1), scales)
         scaled = weights / scales[:, groups]
         if self.spec.kind == "nf4":
             return np.searchsorted((NF4[1:] + NF4[:-1]) / 2, scaled).astype(np.uint8)
@@ -111,8 +118,15 @@ def group_of(inputs: int, spec: GridSpec) -> NDArray[np.intp]:
     return np.arange(inputs, dtype=np.intp) // (spec.group or inputs)
 
 
-def fit(weights: F32, spec: GridSpec, *, importance: NDArray[Any] | None = None, clip: bool = True) -> Grid:
-    """Fit a grid to a matrix.
+def fit(
+    weights: F32,
+    spec: GridSpec,
+    *,
+    importance: NDArray[Any] | None = None,
+    clip: bool = True,
+    parts: Sequence[int] = (),
+) -> Grid:
+    """Fit a grid to a matrix. `parts` are the rows of each tensor that it becomes in a file; all of them if empty.
 
     Without `clip` a group's grid covers its range, as plain rounding to nearest has it. With it, the part of the range
     is searched that leaves the least square error, weighted by the `importance` of each input.
@@ -134,6 +148,15 @@ def fit(weights: F32, spec: GridSpec, *, importance: NDArray[Any] | None = None,
         rows = slice(start, start + step)
         part = weights[rows].reshape(-1, groups, group)
         scales[rows], zeros[rows] = _fit_groups(part, spec, weight_of, _CLIPS if clip else _CLIPS[:1])
+    if spec.nested:
+        magnitudes, begin = scales.copy(), 0
+        for rows in parts or (outputs,):
+            part = slice(begin, begin + rows)
+            scales[part] = nest(scales[part]).values().reshape(rows, groups)
+            begin += rows
+        # A block that is far below the others may get a negative magnitude. All of its codes are those of 0.
+        np.maximum(scales, 0, out=scales)
+        return Grid(spec, scales, zeros, magnitudes=magnitudes)
     return Grid(spec, scales, zeros)
 
 

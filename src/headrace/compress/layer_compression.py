@@ -6,7 +6,7 @@ no factor into a tensor that the layer does not have: a model that normalises on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -48,9 +48,10 @@ class LayerCompression:
         watch: Callable[[str], None] = lambda _: None,
         *,
         pruned: Collection[str] = (),
+        parts: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`bits`, `stored` and `pruned` go by names within the layer: the bits of products, the types of other tensors
-        on disk, and the products that get zeros."""
+        on disk, and the products that get zeros. `parts` has the rows of the tensors that a product becomes."""
         self._layer = layer
         self._hidden = hidden
         self._tokens = tokens
@@ -59,6 +60,7 @@ class LayerCompression:
         self._stored = stored
         self._watch = watch
         self._pruned = pruned
+        self._parts = parts or {}
         self._errors: dict[str, float] = {}
         self._products: dict[str, RoundedProduct] = {}
         self._changed: dict[str, F32] = {}
@@ -142,7 +144,13 @@ class LayerCompression:
             self._errors[name] = relative_error(original, values, statistics.samples)
             return
         importance = statistics.mean_square if statistics.rows else None
-        grid = fit(weights, recipe.grid(self._bits[name], weights.shape[1]), importance=importance, clip=recipe.clip)
+        grid = fit(
+            weights,
+            recipe.grid(self._bits[name], weights.shape[1]),
+            importance=importance,
+            clip=recipe.clip,
+            parts=self._parts.get(name, ()),
+        )
         if recipe.rounding == "gptq" and statistics.rows and statistics.hessian is not None:
             codes = round_with_correction(
                 weights,

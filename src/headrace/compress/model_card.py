@@ -42,7 +42,7 @@ def _describe_rounding(recipe: Recipe) -> str:
     bits = Counter(bits for bits in recipe.bits.values() if bits < KEPT)
     spec = recipe.grid(4)
     if spec.kind == "nf4":
-        return f"{recipe.method}, blocks of {spec.group}"
+        return f"{recipe.method}, blocks of {spec.group}{' with double quantisation' if recipe.nested else ''}"
     spelled = " and ".join(str(each) for each in sorted(bits)) or "no"
     if recipe.gguf:
         return f"{recipe.method}, GGUF with {spelled} bits"

@@ -41,6 +41,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     damping: float = 0.01
     strength: float = 0.5  # of smoothquant
     scale_type: ScaleType = "bf16"
+    nested: bool = False  # the magnitudes of NF4's blocks are rounded too
     gguf: bool = False  # grids are those of GGUF's block types
     block_type: str = ""  # of the products with the bits of this type, whatever their rows; "": chosen by bits
     sparsity: str = ""  # "2:4", or the share of zeros; "": none are made
@@ -84,7 +85,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             named = self.block_type and BLOCK_TYPES[self.block_type].bits == bits
             return GridSpec.of_blocks(self.block_type if named else block_type(bits, inputs, symmetric=self.symmetric))
         if METHODS[self.method][2] == "nf4":
-            return GridSpec(bits=4, group=NF4_BLOCK, kind="nf4", scale_type="f32")
+            return GridSpec(bits=4, group=NF4_BLOCK, kind="nf4", scale_type="f32", nested=self.nested)
         return GridSpec(bits=bits, group=self.group, symmetric=self.symmetric, scale_type=self.scale_type)
 
 

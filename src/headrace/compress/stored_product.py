@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.compress.disk_layout import DenseType
 from headrace.compress.grids import NF4, NF4_BLOCK, Grid, to_bf16
 from headrace.compress.layer_pass import F32
+from headrace.compress.nested_scales import NESTED_BLOCK, NESTED_TABLE, nest
 from headrace.models.formats.quantised_layer import pack_bits
 
 Stored = dict[str, tuple[str, NDArray[Any]]]  # name -> (type in the file, data)
@@ -70,11 +71,24 @@ def store_codes(name: str, codes: NDArray[np.uint8], grid: Grid, *, plain_int8: 
 
 def _store_nf4(layer: str, codes: NDArray[np.uint8], grid: Grid) -> Stored:
     flat = codes.reshape(-1, 2)
-    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": "bfloat16", "shape": list(codes.shape)}
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": NF4_BLOCK,
+        "dtype": "bfloat16",
+        "shape": list(codes.shape),
+    }
     weight = f"{layer}.weight"
-    return {
+    found: Stored = {f"{weight}.absmax": ("F32", np.ascontiguousarray(grid.scales.reshape(-1)))}
+    if grid.magnitudes is not None:
+        nested = nest(grid.magnitudes)
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": nested.offset}
+        found = {
+            f"{weight}.absmax": ("U8", nested.codes),
+            f"{weight}.nested_absmax": ("F32", nested.largest),
+            f"{weight}.nested_quant_map": ("F32", NESTED_TABLE),
+        }
+    return found | {
         weight: ("U8", (flat[:, :1] << 4) | flat[:, 1:]),
-        f"{weight}.absmax": ("F32", np.ascontiguousarray(grid.scales.reshape(-1))),
         f"{weight}.quant_map": ("F32", NF4),
         f"{weight}.quant_state.bitsandbytes__nf4": ("U8", np.frombuffer(json.dumps(state).encode(), dtype=np.uint8)),
     }
