@@ -3,7 +3,8 @@
     python benchmarks/architectures.py [--only NAME,NAME] [--out FILE]
 
 Beside the largest error of the logits and the greedy tokens that are the same, it compares the bytes of weights and KV
-memory with the formulas: 4 bytes for each parameter, and 2 x layers x KV heads x head size x 4 bytes for each token.
+memory with the formulas: 4 bytes for each parameter, and 2 x layers of attention x KV heads x head size x 4 bytes for
+each token. A model without attention has the KV memory of one layer.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def row(name: str) -> str:
             same += int((likeliest == np.array(answer)).sum())
         spec = opened.spec
         weights = executor.load_report.weight_bytes / (4 * sum(map(math.prod, opened.shapes.values())))
-        kv = executor.kv_bytes_per_token / (8 * len(spec.layers) * spec.kv_heads * spec.head_size)
+        kv = executor.kv_bytes_per_token / (8 * spec.kv_layers * spec.kv_heads * spec.head_size)
         executor.close()
     of = ANSWER * len(LENGTHS)
     return f"| `{name}` | `{TINY[name].architecture}` | {error:.1e} | {same} of {of} | {weights:.2f} | {kv:.2f} |"
