@@ -35,6 +35,7 @@ OTHER_ASKED: dict[str, Any] = {
     "prompt_logprobs": 1,
     "skip_special_tokens": False,
     "echo": True,
+    "begun": "Hello",
     "profile": "fast",
 }
 OTHER_SAMPLING: dict[str, Any] = {
