@@ -48,7 +48,7 @@ from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.server.api.chat_completions import ChatStream
 

@@ -34,7 +34,7 @@ import uvloop
 from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED, open_model

@@ -22,7 +22,8 @@ from mock_engine import MockEngine
 from headrace.config import Config, ServerConfig, StorageConfig
 from headrace.gateway.output.reasoning import detect_reasoning_format
 from headrace.gateway.output.tool_formats import detect_tool_format
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.observe.logs import configure_log
 from headrace.server import server

@@ -51,7 +51,7 @@ GENERATE = ("generate", "mini", "-p", "Tell me about lamps", "-n", "20")
         ("call:headrace.engine.engine:Engine.close", GENERATE),
         ("call:headrace.bench.machine:probe_machine", ("inspect", "mini")),
         ("call:headrace.server.config_checks:load_config", ("config", "show")),
-        ("call:headrace.gateway.serving.fleet:_engine", ("serve", "--port", "0")),
+        ("call:headrace.gateway.serving.variant_engines:own_engine", ("serve", "--port", "0")),
         ("call:headrace.server.assemble:assemble", ("serve", "--port", "0")),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

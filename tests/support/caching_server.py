@@ -14,7 +14,8 @@ from prometheus_client.samples import Sample
 from headrace.config import Config, KeyConfig, ModelConfig, ServerConfig, StorageConfig
 from headrace.config.cache_section import CacheConfig, ExactConfig, SemanticConfig
 from headrace.engine.process.output_stream import OutputStream
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.support.running_server import Answer, FakeEngine, FakeFleet, Running, living, request, say, until

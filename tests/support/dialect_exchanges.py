@@ -14,7 +14,7 @@ import openai
 from headrace.gateway.requests.event_writer import EventWriter
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenUsage, ToolCallDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactCache, 
 from headrace.gateway.caches.exact.in_flight import Flights, JoinTerms
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 

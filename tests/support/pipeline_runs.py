@@ -26,7 +26,7 @@ from headrace.gateway.requests.text_request import (
     ToolCallDelta,
 )
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.pipelines.collections.hits import Hit, QueryVector
 from headrace.pipelines.pipeline_run import PipelineRun
 from headrace.pipelines.pipelines import Pipelines

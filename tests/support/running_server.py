@@ -21,7 +21,8 @@ from headrace.config import Config, LogConfig, ServerConfig, StorageConfig
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.observe import metrics

@@ -22,7 +22,7 @@ from headrace.gateway.requests.text_request import (
 )
 from headrace.gateway.routing.composite_answerer import Answerer, choice_count, derive_exchange
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.running_server import FakeEngine, tokenizer
 
 PROMPT = 20  # tokens of every prompt

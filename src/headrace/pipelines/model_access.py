@@ -14,7 +14,7 @@ from headrace.gateway.flow.text_flow import TextFlow
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.observe.traces.timeline import Timeline
 from headrace.pipelines.collections.encoder import unit_rows

@@ -14,7 +14,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX
 from headrace.gateway.flow.services import Services
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.pipelines.budget_plan import plan
 from headrace.pipelines.model_access import ModelAccess
 from headrace.pipelines.pipeline_run import PipelineRun, stage_needs

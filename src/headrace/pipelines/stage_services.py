@@ -13,7 +13,7 @@ from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.pipelines.retrieval import Retriever
 from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.tools.toolbox import Toolbox

@@ -11,7 +11,8 @@ from headrace.gateway.accounts.access import allows_model, check_profile, choose
 from headrace.gateway.accounts.directory import ANONYMOUS, IdentifiedCaller
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
 NAMES = ("mini", "mini@fast", "mini@int4", "draft", "secret-customer")

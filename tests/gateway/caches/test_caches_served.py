@@ -16,7 +16,7 @@ from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConf
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.caches.cache_modes import CachePolicy
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe.logs import configure_log
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, caching, finish, heard, question, rest, told
 from tests.support.clock import Clock

@@ -28,7 +28,7 @@ from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.routing.hedge import MIN_SAMPLES
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.caching_server import PATH, RED, Caching, caching, question, rest, told
 from tests.support.config_text import read
 from tests.support.running_server import (

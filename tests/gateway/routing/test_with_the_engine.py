@@ -19,7 +19,7 @@ from headrace.gateway.routing.fallback import FallbackAnswerer, FallbackStep
 from headrace.gateway.routing.hedge import MIN_SAMPLES, HedgedAnswerer, HedgePolicy
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.running_server import FakeEngine, asynchronous, tokenizer, until
 from tests.support.scripted_answers import Client, asked_for, deliver
 

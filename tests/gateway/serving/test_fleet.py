@@ -13,7 +13,8 @@ from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures, U
 from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.model_folder import BUNDLED
 from tests.support.running_server import asynchronous

@@ -12,8 +12,9 @@ import pytest
 
 from headrace.config import ModelConfig, PinConfig
 from headrace.errors import RequestError
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import Pin, PinnedPrompts
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.llm.prompting import prefix_tokens
 from tests.support.running_server import FakeEngine, asynchronous, tokenizer, until
 

@@ -11,7 +11,7 @@ from headrace.config import KeyConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import GoldenConfig, RoutingConfig
 from headrace.config.tenant_section import TenantConfig
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.caching_server import BOSS, KEYS, RED, caching
 from tests.support.running_server import FakeEngine, asynchronous, tokenizer, words
 

@@ -15,7 +15,7 @@ from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
 from headrace.config.tenant_section import TenantConfig
 from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.online.shadows import Shadow
 from tests.support.caching_server import BOSS, KEYS, RED, Caching, caching

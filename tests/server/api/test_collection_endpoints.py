@@ -16,7 +16,8 @@ from headrace.cli import main
 from headrace.config import CacheConfig
 from headrace.config.cache_section import ResultsConfig
 from headrace.config.collection_section import CollectionsConfig
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.server.server import Server
 from tests.support.fake_encoders import WIDTH, WordEngine
 from tests.support.running_server import Running, config_of, living, tokenizer

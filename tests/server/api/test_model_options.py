@@ -14,7 +14,7 @@ from headrace.config import ModelConfig
 from headrace.config.ledger_section import PriceConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
 from headrace.config.safety_section import SafetyConfig
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe.latency.latency_book import LatencyBook, RequestSample, Slice
 from tests.support.accounts import bearer, declared
 from tests.support.admin_server import Administered, administered

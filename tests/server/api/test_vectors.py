@@ -18,7 +18,7 @@ from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.sentence_files import Prompts
 from headrace.models.spec import RankingSpec
 from headrace.server.api.vectors import (

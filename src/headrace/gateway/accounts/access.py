@@ -15,7 +15,8 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.exchange import Caller
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import Fleet, ServedVariant
+    from headrace.gateway.serving.fleet import Fleet
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 
 def allows_model(caller: Caller, name: str) -> bool:

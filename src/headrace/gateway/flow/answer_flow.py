@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TakeDelta
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 
 PIPELINE_PREFIX: Final = "pipeline/"  # of the model names that mean pipelines

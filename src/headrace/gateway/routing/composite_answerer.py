@@ -26,7 +26,7 @@ from headrace.gateway.requests.text_request import (
     combine_usages,
 )
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 
 Clock = Callable[[], float]
 

@@ -22,7 +22,8 @@ from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.observe import metrics
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 
 _EVERY_S: Final = 1.0
 _STALE_S: Final = 5.0

@@ -25,7 +25,7 @@ from headrace.gateway.output.choice_reader import ChoiceReader
 from headrace.gateway.output.reasoning import after_reasoning
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, Tool, combine_usages
 from headrace.gateway.serving.exchange import Exchange, Prompt
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.text.user_text import UserText, plain
 
 _LONG_TEXT: Final = 16 * 1024  # characters; a longer text is rendered and tokenised in a thread

@@ -16,7 +16,7 @@ from headrace.gateway.requests.text_request import SourceText, TextRequest, Toke
 from headrace.observe.traces.timeline import GenerationTimes, Timeline
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 
 class Caller(msgspec.Struct, frozen=True):

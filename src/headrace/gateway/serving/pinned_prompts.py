@@ -18,7 +18,8 @@ from headrace.config import ModelConfig
 from headrace.config.pin_section import PinConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.llm.prompting import prefix_tokens
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError, as_api_error
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.truncation import LONG_TEXT, Truncation, read_truncation, tokens_within
 from headrace.gateway.serving.upstream_answers.upstream_embeddings import count_embedding_tokens, embed_texts
 from headrace.models.spec import RankingSpec

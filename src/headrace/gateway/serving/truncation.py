@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.text.user_text import UserText
 
 LONG_TEXT: Final = 4096  # characters; longer ones are tokenised in a thread

@@ -17,7 +17,7 @@ import msgspec
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText
 
 log: Final = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from headrace.gateway.ledger.prices import PriceBook, microseconds
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
 from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
 from headrace.lab.online.canary_evidence import Arm, CanaryBounds, CanaryEvidence

@@ -28,7 +28,7 @@ from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.routing.rules import last_user_text
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Caller, Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.factual_consistency import check_facts
 from headrace.lab.online.background_copies import SURFACE
 from headrace.lab.online.drift import DriftReport, TrafficProfile, compare_traffic, total_of

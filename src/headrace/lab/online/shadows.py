@@ -23,7 +23,7 @@ from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Exchange
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
 from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
 from headrace.observe import metrics

@@ -19,7 +19,7 @@ from headrace.gateway.serving.text_evaluation import TextEvaluation
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Services
     from headrace.gateway.serving.exchange import Caller
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 Floats = NDArray[np.float32]
 Purpose = Literal["query", "document"]

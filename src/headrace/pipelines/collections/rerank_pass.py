@@ -20,7 +20,7 @@ from headrace.pipelines.collections.encoder import ENDPOINT
 if TYPE_CHECKING:
     from headrace.gateway.flow.services import Services
     from headrace.gateway.serving.exchange import Caller
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 _FIRST_ESTIMATE_S: Final = 0.02  # of one candidate, before anything was measured
 _WEIGHT: Final = 0.3  # of the latest measurement

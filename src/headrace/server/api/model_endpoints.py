@@ -7,7 +7,7 @@ from typing import Any, Final
 from headrace.gateway.accounts.access import find_model, visible_aliases, visible_models
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.server.api.list_query import anthropic_page, parse_list_query, rfc3339
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ANTHROPIC, ApiCall, Response

@@ -15,7 +15,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.accounts.access import find_model
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.serving.engine_answering import tokens_of
-from headrace.gateway.serving.fleet import ServedVariant, no_tokens
+from headrace.gateway.serving.served_variant import ServedVariant, no_tokens
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.server.api.chat_completions import ChatInputMessage, template_messages
 from headrace.server.api.common_parameters import MODEL

@@ -24,7 +24,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.models.spec import RankingSpec
 from headrace.server.api.common_parameters import EXTRAS, MODEL, check_count

@@ -31,7 +31,7 @@ from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.spec import RankingSpec
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import tokenizer

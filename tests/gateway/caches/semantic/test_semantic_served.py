@@ -18,7 +18,7 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.output.tool_formats import tool_format_by_name
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.spec import RankingSpec
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, Caching, caching, question
 from tests.support.fake_encoders import EncoderEngine, WordEngine

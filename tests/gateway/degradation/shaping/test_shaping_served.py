@@ -12,7 +12,7 @@ from headrace.config.cache_section import ExactConfig
 from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
 from headrace.engine.process.engine_client import OverloadedError
 from headrace.gateway.degradation.ladder.levels import Ladder
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest
 from tests.support.clock import Clock
 from tests.support.running_server import Answer, FakeEngine, asynchronous, fails, request, say, tokenizer, until, words

@@ -15,7 +15,8 @@ from headrace.config.upstream_section import UpstreamFeatures, UpstreamRetries
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import ServedVariant, served_by
+from headrace.gateway.serving.served_variant import ServedVariant
+from headrace.gateway.serving.variant_engines import served_by_upstream
 from headrace.server.api.tokenize import DETOKENIZE_PARAMETERS, TOKENIZE_PARAMETERS, detokenize, tokenize
 from headrace.server.api.vectors import PreparedCall, prepare_embeddings, prepare_rerank, prepare_score
 from headrace.server.http.body_parameters import ParameterTable, parse_body
@@ -52,7 +53,7 @@ async def embeds(line: Line) -> None:
 async def far(handler: Handler = embeds, **changes: Any) -> AsyncGenerator[tuple[ServedVariant, Fake]]:
     changes.setdefault("takes", EMBEDS)
     async with faking(handler) as fake, upstream_of(fake, **changes) as upstream:
-        yield served_by(upstream, ModelConfig(), Config()), fake
+        yield served_by_upstream(upstream, ModelConfig(), Config()), fake
 
 
 async def refused(work: Awaitable[Any], parameter: str) -> ApiError:

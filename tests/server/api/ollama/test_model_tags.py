@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.server.api.ollama.model_tags import find_name, tag_of
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 

@@ -17,7 +17,8 @@ from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError
 from headrace.gateway.output.tool_formats import detect_tool_format
-from headrace.gateway.serving.fleet import ModelDescription, served_by
+from headrace.gateway.serving.served_variant import ModelDescription
+from headrace.gateway.serving.variant_engines import served_by_upstream
 from headrace.gateway.upstreams.upstream import Upstream
 from tests.support.limited_server import Serving, bearer, key, served
 from tests.support.running_server import Answer, asynchronous, fails, request, say, serving, until, words
@@ -278,7 +279,7 @@ async def test_a_model_of_an_upstream_is_described_by_what_is_known() -> None:
     async with serving() as running:
         upstream = Upstream.of("far", UpstreamConfig(url="http://127.0.0.1:1/v1", kind="vllm", model="m"), {})
         fleet = running.fleet
-        fleet.served["far"] = served_by(upstream, ModelConfig(), running.server.config)
+        fleet.served["far"] = served_by_upstream(upstream, ModelConfig(), running.server.config)
         fleet.aliases["llama3:8b"] = "far"
         tags = (await running.ask("GET", "/api/tags")).json["models"]
         assert [(tag["name"], tag["size"], tag["details"]["family"]) for tag in tags[1:]] == [

@@ -21,7 +21,7 @@ from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.requests.text_request import TextRequest
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 FORMAT: Final = 1  # of the key; a new format finds no old entries
 TAGS: Final = "cache_tags"  # metadata key with the tags, separated by commas

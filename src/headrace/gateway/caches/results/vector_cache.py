@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.gateway.caches.results.result_cache import ResultCache, ResultLookup
 
 if TYPE_CHECKING:
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 Floats = NDArray[np.float32]
 

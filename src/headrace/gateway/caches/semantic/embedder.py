@@ -19,7 +19,7 @@ from headrace.gateway.vector_index import unit
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 Floats = NDArray[np.float32]
 

@@ -14,7 +14,7 @@ from headrace.gateway.serving.text_evaluation import TextEvaluation
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller
-    from headrace.gateway.serving.fleet import ServedVariant
+    from headrace.gateway.serving.served_variant import ServedVariant
 
 
 class PairScorer(Protocol):

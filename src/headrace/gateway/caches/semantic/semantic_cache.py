@@ -44,7 +44,8 @@ from headrace.gateway.caches.semantic.thresholds import ServeDecision, Threshold
 from headrace.gateway.database import Database
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller
-from headrace.gateway.serving.fleet import Fleet, ServedVariant
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe import metrics
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from headrace.gateway.degradation.shaping.sources import (
     select_sources,
 )
 from headrace.gateway.requests.text_request import TextRequest
-from headrace.gateway.serving.fleet import ServedVariant
+from headrace.gateway.serving.served_variant import ServedVariant
 
 log: Final = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any, Final
 
 from headrace.gateway.accounts.access import find_model, visible_aliases, visible_models
-from headrace.gateway.serving.fleet import ModelDescription, ServedVariant
+from headrace.gateway.serving.served_variant import ModelDescription, ServedVariant
 from headrace.server.api.list_query import rfc3339
 from headrace.server.api.ollama.model_tags import find_name, tag_of
 from headrace.server.api.ollama.ollama_parameters import SHOW_PARAMETERS
