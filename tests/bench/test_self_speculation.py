@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.bench.self_speculation import Calibration, choose_drafts, predicted_speedup
+from headrace.bench.self_speculation import Calibration, check_can_draft, choose_drafts, predicted_speedup
 from headrace.cli import main
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.errors import RequestError
@@ -44,6 +45,12 @@ def test_layers_that_do_not_exist_are_named(executor: CpuExecutor) -> None:
         shorter_spec(executor.spec, (count,))
     with pytest.raises(RequestError, match="names every layer"):
         shorter_spec(executor.spec, range(count))
+
+
+def test_models_that_generate_no_text_are_rejected(executor: CpuExecutor) -> None:
+    check_can_draft(executor.spec, "mini")
+    with pytest.raises(RequestError, match="'encoder' generates no text"):
+        check_can_draft(msgspec.structs.replace(executor.spec, kind="encoder"), "encoder")
 
 
 def test_the_best_way_to_draft_is_first_and_the_whole_model_always_agrees(

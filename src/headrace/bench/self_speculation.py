@@ -17,7 +17,9 @@ import numpy as np
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.executor import Executor
 from headrace.engine.executors.runner import greedy, logits
+from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
+from headrace.models.spec import ModelSpec
 
 _ROW_SHARE: Final = 0.08  # of a step's time that a further row costs, in predictions
 _MOST_DRAFTS: Final = 8
@@ -51,6 +53,17 @@ def predicted_speedup(agreement: float, cost: float) -> float:
         tokens += agreement**drafts
         best = max(best, tokens / (1.0 + drafts * (cost + _ROW_SHARE)))
     return best
+
+
+def check_can_draft(spec: ModelSpec, name: str) -> None:
+    """Raise RequestError for a model that cannot draft for itself."""
+    if spec.kind != "decoder":
+        raise RequestError(f"'{name}' generates no text. Pass a model that does.", parameter="model")
+    if spec.recurrent is not None:
+        raise RequestError(
+            f"'{name}' cannot draft for itself: it has recurrent layers, whose state cannot be taken back.",
+            parameter="model",
+        )
 
 
 class Calibration:

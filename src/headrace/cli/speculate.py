@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.evaluation.documents import read_prompts
-from headrace.bench.self_speculation import SelfDraft, choose_drafts
+from headrace.bench.self_speculation import SelfDraft, check_can_draft, choose_drafts
 from headrace.config.toml_text import toml_value
 from headrace.errors import RequestError
 from headrace.llm import LLM
@@ -84,6 +84,7 @@ def speculate(
         if not least <= value <= most:
             raise RequestError(f"{name} must be {least} to {most}, not {value}.", parameter=name)
     folder = open_model(find_model(model))
+    check_can_draft(folder.spec, model)
     documents = read_prompts(prompts)[:count]
     common: dict[str, Any] = {
         "weights": weights,
