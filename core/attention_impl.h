@@ -2,8 +2,8 @@
 // with a running maximum and sum, so that a row's result does not depend on the rows beside it.
 //
 // Keys and values are multiplied one by one in f32, or, where the instruction set can and KV memory is not f32, by
-// twos in bf16: queries and weights are rounded to bf16 then, sums stay f32. int8 codes are exact in bf16; there a
-// token's scales go into its score and its weight.
+// twos in bf16: queries and weights are rounded to bf16 then, sums stay f32. Codes of eight bits or less are exact in
+// bf16; there a token's scales go into its score and its weight.
 //
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
@@ -54,6 +54,24 @@ struct Chunk {
   const float* value_scales = nullptr;
 };
 
+// Quad `n` of sixteen lanes of codes as numbers, still without their scales. Codes of four bits lie two quads in one.
+inline void load_quads(KvType type, const uint8_t* codes, int64_t n, F16 out[4]) {
+  switch (type) {
+    case KvType::kFp8:
+      return load_e4m3_quads(codes + n * 64, out);
+    case KvType::kInt4:
+      codes += n / 2 * 64;
+      return n % 2 == 0 ? load_u4_quads<false>(codes, out) : load_u4_quads<true>(codes, out);
+    default:
+      return load_u8_quads(codes + n * 64, out);
+  }
+}
+
+// The quad of a block's tokens t..t+3 in the dims from d on.
+inline int64_t value_quad(const KvLayout& layout, int64_t t, int64_t d) {
+  return t / 4 * layout.value_columns + d / 16;
+}
+
 inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, float* buffer) {
   switch (layout.type) {
     case KvType::kF32:
@@ -68,12 +86,14 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
       }
       return buffer;
     }
-    case KvType::kInt8: {
+    case KvType::kInt8:
+    case KvType::kFp8:
+    case KvType::kInt4: {
       // A token's scale goes into its keys: 16 tokens lie side by side.
       const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset));
       for (int64_t d = 0; d < layout.padded_size; d += 4) {
         F16 quad[4];
-        load_u8_quads(record + d * kBlock, quad);
+        load_quads(layout.type, record, d / 4, quad);
         for (int j = 0; j < 4; ++j) store(buffer + (d + j) * kBlock, mul(quad[j], scale));
       }
       return buffer;
@@ -99,14 +119,16 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
       }
       return buffer;
     }
-    case KvType::kInt8: {
+    case KvType::kInt8:
+    case KvType::kFp8:
+    case KvType::kInt4: {
       const uint8_t* values = record + layout.values_offset;
       float scales[kBlock];
       store(scales, load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset) + kBlock));
       for (int64_t t = 0; t < kBlock; t += 4) {
         for (int64_t d = 0; d < size; d += 16) {
           F16 quad[4];
-          load_u8_quads(values + t * size + d * 4, quad);
+          load_quads(layout.type, values, value_quad(layout, t, d), quad);
           for (int j = 0; j < 4; ++j) store(buffer + (t + j) * size + d, mul(quad[j], splat(scales[t + j])));
         }
       }
@@ -144,13 +166,13 @@ inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t bl
   uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * size;
   F16 quad[4];
   for (int64_t d = 0; d < size; d += 4) {
-    load_u8_quads(record + d * kBlock, quad);
+    load_quads(layout.type, record, d / 4, quad);
     store_pairs(keys + d * kBlock, pair_exact(quad[0], quad[1]));
     store_pairs(keys + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
   }
   for (int64_t t = 0; t < kBlock; t += 4) {
     for (int64_t d = 0; d < size; d += 16) {
-      load_u8_quads(record + layout.values_offset + t * size + d * 4, quad);
+      load_quads(layout.type, record + layout.values_offset, value_quad(layout, t, d), quad);
       store_pairs(values + t * size + d * 2, pair_exact(quad[0], quad[1]));
       store_pairs(values + (t + 2) * size + d * 2, pair_exact(quad[2], quad[3]));
     }

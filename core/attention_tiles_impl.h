@@ -21,10 +21,10 @@ constexpr int64_t kChunkBlocks = kAttentionChunk / kBlock;
 inline const uint16_t* tiled_keys(const KvLayout& layout, const uint8_t* record, int64_t depth, uint16_t* buffer) {
   const int64_t size = layout.padded_size;
   const uint16_t* keys = reinterpret_cast<const uint16_t*>(record);
-  if (layout.type == KvType::kInt8) {
+  if (layout.has_scales()) {
     for (int64_t d = 0; d < size; d += 4) {
       F16 quad[4];
-      load_u8_quads(record + d * kBlock, quad);
+      load_quads(layout.type, record, d / 4, quad);
       store_pairs(buffer + d * kBlock, pair_exact(quad[0], quad[1]));
       store_pairs(buffer + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
     }
@@ -40,11 +40,11 @@ inline const uint16_t* tiled_keys(const KvLayout& layout, const uint8_t* record,
 // Copies a block's values as tiles read them: [8 token pairs][depth][2].
 inline void tile_values(const KvLayout& layout, const uint8_t* record, int64_t depth, uint16_t* out) {
   const int64_t size = layout.padded_size;
-  if (layout.type == KvType::kInt8) {
+  if (layout.has_scales()) {
     for (int64_t t = 0; t < kBlock; t += 4) {
       for (int64_t d = 0; d < size; d += 16) {
         F16 quad[4];
-        load_u8_quads(record + layout.values_offset + t * size + d * 4, quad);
+        load_quads(layout.type, record + layout.values_offset, value_quad(layout, t, d), quad);
         store_pairs(out + t * depth + d * 2, pair_exact(quad[0], quad[1]));
         store_pairs(out + (t + 2) * depth + d * 2, pair_exact(quad[2], quad[3]));
       }
@@ -91,7 +91,7 @@ struct TiledBuffers {
 
   float* const outputs;       // [held][depth]
   float* const scores;        // [held][64]; over a row's scores its weights
-  float* const key_scales;    // [64], of int8
+  float* const key_scales;    // [64], where KV memory has scales
   float* const value_scales;  // [64]
   uint16_t* const queries;    // [held][depth]
   uint16_t* const values;     // [32 token pairs][depth][2]
@@ -191,7 +191,7 @@ void attend_by_tiles(const AttentionArgs& args) {
     const int64_t first = any.begin / kBlock;
     const int64_t last = (any.end + kBlock - 1) / kBlock;
     Chunk<Twos> chunk;
-    if (layout.type == KvType::kInt8) {
+    if (layout.has_scales()) {
       chunk.key_scales = buffers.key_scales;
       chunk.value_scales = buffers.value_scales;
     }
@@ -200,7 +200,7 @@ void attend_by_tiles(const AttentionArgs& args) {
                               args.kv_head * layout.record_bytes;
       chunk.keys[block] = tiled_keys(layout, record, depth, buffers.keys + block * kBlock * depth);
       tile_values(layout, record, depth, buffers.values + block * kBlock * depth);
-      if (layout.type == KvType::kInt8) {
+      if (layout.has_scales()) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
         store(buffers.key_scales + block * kBlock, load_f16(scales));
         store(buffers.value_scales + block * kBlock, load_f16(scales + kBlock));

@@ -100,7 +100,7 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
 }
 
 Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-                   Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated) {
+                   Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows) {
   Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples);
   if (static_cast<int64_t>(data.size()) != layout.bytes) {
     refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
@@ -108,6 +108,11 @@ Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, i
   check_aligned(data.data(), "packed data");
   if (!(gain > 0.0f) || !std::isfinite(gain)) refuse("the gain must be positive and finite");
   if (rotated && !Rotation::fits(inputs)) refuse("weights of " + std::to_string(inputs) + " inputs cannot be rotated");
+  if (float_rows && !is_integer(layout.format)) refuse("float_rows is for int8 and int4");
+  if (float_rows && layout.padded_inputs > round_up(inputs, kRowPad)) {
+    refuse("float_rows takes groups that divide " + std::to_string(kRowPad));
+  }
+  layout.float_rows = float_rows;
   PackedView view{layout, data.data(), gain, rotated};
   return Packed{view, std::move(data)};
 }
@@ -143,7 +148,7 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   const Kernels& kernels = kernels_of(isa);
   const int64_t stride = round_up(inputs, kRowPad);
   Buffer<float> padded(count * stride);
-  const bool coded = takes_codes(kernels, layout.format);
+  const bool coded = takes_codes(kernels, layout);
   std::unique_ptr<Rotation> rotation;
   if (packed.view.rotated) rotation = std::make_unique<Rotation>(layout.inputs);
   const int64_t code_stride = round_up(code_bytes(layout), 64);
@@ -429,12 +434,12 @@ NB_MODULE(_core, module) {
       .def(
           "__init__",
           [](Packed* self, const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-             Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated) {
-            new (self) Packed(
-                make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples, rotated));
+             Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows) {
+            new (self) Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples,
+                                          rotated, float_rows));
           },
           "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false,
-          "multiples"_a = false, "rotated"_a = false)
+          "multiples"_a = false, "rotated"_a = false, "float_rows"_a = false)
       .def("unpack", &unpack);
 
   module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a);

@@ -161,7 +161,7 @@ struct Kernels {
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
   // For the product with weights of this layout, and by the same instruction set. sums[g] is where its sum of group g
   // starts: minus the zero times the sum of the codes; or, where every channel has a zero of its own, the plain sum.
-  // With multiples it is what that set's small_start() makes of it.
+  // With multiples it is what that set's small_start() makes of it, and with symmetric int8 what signed_start() does.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*rotate)(const RotationView&, float* row);                            // in place; twice is not at all
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
@@ -186,8 +186,9 @@ static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_hea
   return rows * (2 * depth + kAttentionChunk + 2) + 2 * kAttentionChunk * (depth + 1) + 64;
 }
 
-static inline bool takes_codes(const Kernels& kernels, Format format) {
-  return is_integer(format) || (format == Format::kBf16 && kernels.rounds_rows);
+static inline bool takes_codes(const Kernels& kernels, const Layout& layout) {
+  if (is_integer(layout.format)) return !layout.float_rows;
+  return layout.format == Format::kBf16 && kernels.rounds_rows;
 }
 
 // Bytes of codes of one row.

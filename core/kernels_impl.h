@@ -19,7 +19,8 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
   if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
 #endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
-  const bool bounded = layout.format == Format::kInt8;
+  const bool symmetric_bytes = layout.format == Format::kInt8 && !layout.asymmetric;
+  const bool bounded = layout.format == Format::kInt8 && layout.asymmetric;
   // A product's sum of a group starts at -zero * sum of the row's codes: weights are code - zero, codes are multiplied.
   const int32_t factor = layout.asymmetric ? 1 : -symmetric_zero(layout.format);
   for (int64_t b = 0; b < layout.blocks; ++b) {
@@ -48,7 +49,8 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
       }
       for (; k < group_end; ++k) codes[k] = 0;
       const uint32_t start = static_cast<uint32_t>(factor) * static_cast<uint32_t>(reduce_add_int(sum));
-      *sums++ = layout.multiples ? small_start(static_cast<int32_t>(start)) : static_cast<int32_t>(start);
+      const int32_t whole = static_cast<int32_t>(start);
+      *sums++ = layout.multiples ? small_start(whole) : symmetric_bytes ? signed_start(whole) : whole;
     }
   }
 }

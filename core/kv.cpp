@@ -9,6 +9,7 @@
 
 #include "layout.h"
 #include "numbers.h"
+#include "rotation.h"
 
 namespace headrace {
 
@@ -16,7 +17,9 @@ KvType kv_type_from_name(const std::string& name) {
   if (name == "f32") return KvType::kF32;
   if (name == "bf16") return KvType::kBf16;
   if (name == "int8") return KvType::kInt8;
-  throw std::invalid_argument("unknown KV type '" + name + "': expected f32, bf16 or int8");
+  if (name == "fp8") return KvType::kFp8;
+  if (name == "int4") return KvType::kInt4;
+  throw std::invalid_argument("unknown KV type '" + name + "': expected f32, bf16, int8, fp8 or int4");
 }
 
 KvLayout KvLayout::of(int64_t layers, int64_t heads, int64_t head_size, KvType type) {
@@ -29,10 +32,13 @@ KvLayout KvLayout::of(int64_t layers, int64_t heads, int64_t head_size, KvType t
   layout.heads = heads;
   layout.head_size = head_size;
   layout.padded_size = round_up(head_size, 16);
-  int64_t element = type == KvType::kF32 ? 4 : type == KvType::kBf16 ? 2 : 1;
-  layout.values_offset = layout.padded_size * kBlock * element;
-  layout.scales_offset = 2 * layout.values_offset;
-  layout.record_bytes = layout.scales_offset + (type == KvType::kInt8 ? 2 * kBlock * 2 : 0);
+  const int64_t bits = type == KvType::kF32 ? 32 : type == KvType::kBf16 ? 16 : type == KvType::kInt4 ? 4 : 8;
+  layout.rotated = (type == KvType::kInt8 || type == KvType::kInt4) && Rotation::fits(head_size);
+  layout.value_columns = layout.padded_size / 16;
+  if (type == KvType::kInt4) layout.value_columns = round_up(layout.value_columns, 2);
+  layout.values_offset = kBlock * layout.padded_size * bits / 8;
+  layout.scales_offset = layout.values_offset + kBlock * layout.value_columns * 16 * bits / 8;
+  layout.record_bytes = layout.scales_offset + (layout.has_scales() ? 2 * kBlock * 2 : 0);
   layout.block_bytes = layout.record_bytes * heads;
   return layout;
 }
@@ -71,22 +77,29 @@ void Kv::write_block(int64_t block, const uint8_t* bytes) {
 
 namespace {
 
-// NaN where a value is: a broken token must not look like a good one.
-float absolute_peak(const float* values, int64_t count) {
+// The value of the largest size. NaN where a value is: a broken token must not look like a good one.
+float extreme(const float* values, int64_t count) {
   float peak = 0.0f;
+  float found = 0.0f;
   for (int64_t i = 0; i < count; ++i) {
-    float magnitude = values[i] < 0.0f ? -values[i] : values[i];
-    if (magnitude > peak || magnitude != magnitude) peak = magnitude;
+    const float magnitude = values[i] < 0.0f ? -values[i] : values[i];
+    if (magnitude > peak || magnitude != magnitude) {
+      peak = magnitude;
+      found = values[i];
+    }
   }
-  return peak;
+  return found;
 }
 
+template <int kLeast, int kMost>
 inline uint8_t biased_code(float value, float inverse) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+  constexpr float kLower = static_cast<float>(kLeast);
+  constexpr float kUpper = static_cast<float>(kMost);
   float rounded = (value * inverse + kRounder) - kRounder;
-  if (!(rounded >= -127.0f)) rounded = -127.0f;  // also NaN
-  if (rounded > 127.0f) rounded = 127.0f;
-  return static_cast<uint8_t>(static_cast<int32_t>(rounded) + 128);
+  if (!(rounded >= kLower)) rounded = kLower;  // also NaN
+  if (rounded > kUpper) rounded = kUpper;
+  return static_cast<uint8_t>(static_cast<int32_t>(rounded) + kMost + 1);
 }
 
 struct Scale {
@@ -95,13 +108,36 @@ struct Scale {
 };
 
 // Quantise with the scale as stored, so that its rounding adds no error.
-inline Scale scale_of(float peak) {
+inline Scale scale_of(float value, float code) {
   constexpr float kMost = 65504.0f;
-  float scale = peak / 127.0f;
-  if (scale > kMost && scale <= std::numeric_limits<float>::max()) scale = kMost;
+  constexpr float kFinite = std::numeric_limits<float>::max();
+  float scale = value / code;
+  if (scale > kMost && scale <= kFinite) scale = kMost;
+  if (scale < -kMost && scale >= -kFinite) scale = -kMost;
   const uint16_t bits = f16_from_f32(scale);
   const float held = f32_from_f16(bits);
-  return {bits, held > 0.0f ? 1.0f / held : 0.0f};
+  return {bits, held > 0.0f || held < 0.0f ? 1.0f / held : 0.0f};
+}
+
+struct Scales {  // their inverses
+  float key;
+  float value;
+};
+
+// `code` is what the value of the largest size becomes: a positive one whatever its sign, or a negative one by a scale
+// that has its sign turned.
+inline Scales write_scales(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value,
+                           float code) {
+  auto scale = [&](const float* values) {
+    const float found = extreme(values, layout.head_size);
+    return scale_of(code > 0.0f && found < 0.0f ? -found : found, code);
+  };
+  const Scale of_key = scale(key);
+  const Scale of_value = scale(value);
+  uint16_t* scales = reinterpret_cast<uint16_t*>(record + layout.scales_offset);
+  scales[slot] = of_key.bits;
+  scales[kBlock + slot] = of_value.bits;
+  return {of_key.inverse, of_value.inverse};
 }
 
 }  // namespace
@@ -126,14 +162,38 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
     }
     case KvType::kInt8: {
       uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
-      uint16_t* scales = reinterpret_cast<uint16_t*>(record + layout.scales_offset);
-      const Scale of_key = scale_of(absolute_peak(key, size));
-      const Scale of_value = scale_of(absolute_peak(value, size));
-      scales[slot] = of_key.bits;
-      scales[kBlock + slot] = of_value.bits;
+      const Scales scales = write_scales(layout, record, slot, key, value, 127.0f);
       for (int64_t d = 0; d < padded; ++d) {
-        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? biased_code(key[d], of_key.inverse) : 128;
-        values[d * 4] = d < size ? biased_code(value[d], of_value.inverse) : 128;
+        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? biased_code<-127, 127>(key[d], scales.key) : 128;
+        values[d * 4] = d < size ? biased_code<-127, 127>(value[d], scales.value) : 128;
+      }
+      return;
+    }
+    case KvType::kFp8: {
+      uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
+      const Scales scales = write_scales(layout, record, slot, key, value, kMostE4m3);
+      for (int64_t d = 0; d < padded; ++d) {
+        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? e4m3_from_f32(key[d] * scales.key) : uint8_t{0};
+        values[d * 4] = d < size ? e4m3_from_f32(value[d] * scales.value) : uint8_t{0};
+      }
+      return;
+    }
+    case KvType::kInt4: {
+      uint8_t* values = record + layout.values_offset + slot / 4 * layout.value_columns * 32 + slot % 4;
+      // One side has a code more than the other: the side with the largest value.
+      const Scales scales = write_scales(layout, record, slot, key, value, -8.0f);
+      auto pair = [&](const float* from, int64_t d, int64_t upper, float inverse) {
+        const int low = d < size ? biased_code<-8, 7>(from[d], inverse) : 8;
+        const int high = upper < size ? biased_code<-8, 7>(from[upper], inverse) : 8;
+        return static_cast<uint8_t>(low | (high << 4));
+      };
+      for (int64_t d = 0; d < padded; d += 8) {
+        for (int64_t i = 0; i < 4; ++i) {
+          record[(d / 8 * kBlock + slot) * 4 + i] = pair(key, d + i, d + 4 + i, scales.key);
+        }
+      }
+      for (int64_t d = 0; d < layout.value_columns * 16; d += 32) {
+        for (int64_t i = 0; i < 16; ++i) values[(d / 2 + i) * 4] = pair(value, d + i, d + 16 + i, scales.value);
       }
       return;
     }

@@ -7,6 +7,14 @@
 //   bf16   keys [size/2][16 tokens][2],   values [8 token pairs][size][2]
 //   int8   keys [size/4][16 tokens][4] u8 (code + 128), values [4 token quads][size][4] u8 (code + 128),
 //          then a f16 scale per token for keys [16] and for values [16]
+//   fp8    the same with e4m3 numbers for codes
+//   int4   keys [size/8][16 tokens][4] u8 (code + 8) whose lower halves are the first four dims and whose upper halves
+//          the next four; values [4 token quads][columns/2][16 dims][4] u8 whose lower halves are the dims of an even
+//          column of sixteen and whose upper halves those of the next; then scales as int8 has them
+//
+// No byte has the codes of two tokens, so that threads can write different tokens of a block.
+// int8 and int4 keep heads rotated (rotation.h), where their size allows it: an outlier among a head's channels would
+// set the step of all others. e4m3 numbers have steps of their own size and gain nothing by it.
 //
 // Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and
 // quads are what AMX and VNNI multiply.
@@ -22,9 +30,9 @@ constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
 // Version of the record layout and of the arithmetic that fills it. Raise it when either changes: saved KV of another
 // version cannot be used.
-constexpr int64_t kKvLayoutVersion = 5;
+constexpr int64_t kKvLayoutVersion = 6;
 
-enum class KvType : int { kF32, kBf16, kInt8 };
+enum class KvType : int { kF32, kBf16, kInt8, kFp8, kInt4 };
 
 KvType kv_type_from_name(const std::string& name);  // throws std::invalid_argument
 
@@ -35,9 +43,13 @@ struct KvLayout {
   int64_t head_size = 0;
   int64_t padded_size = 0;
   int64_t values_offset = 0;  // bytes from a record's start
-  int64_t scales_offset = 0;  // bytes; int8 only
+  int64_t scales_offset = 0;  // bytes
+  bool rotated = false;       // keys and values: so must queries be, and what attention gives is rotated back
+  int64_t value_columns = 0;  // of sixteen dims, where KV memory has codes: an even number of int4
   int64_t record_bytes = 0;
   int64_t block_bytes = 0;  // all heads of one layer
+
+  bool has_scales() const { return type == KvType::kInt8 || type == KvType::kFp8 || type == KvType::kInt4; }
 
   static KvLayout of(int64_t layers, int64_t heads, int64_t head_size, KvType type);
 };

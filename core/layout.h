@@ -48,6 +48,7 @@ struct Layout {
   Format format = Format::kF32;
   bool asymmetric = false;
   bool multiples = false;
+  bool float_rows = false;  // integer codes meet rows of floats, as they are; otherwise rows are quantised too
   int64_t outputs = 0;
   int64_t inputs = 0;
   int64_t group = 0;          // inputs that share a scale or a multiple of one; 0 for f32 and bf16
@@ -60,6 +61,9 @@ struct Layout {
   int64_t block_bytes = 0;   // header and codes of one block
   int64_t panel_bytes = 0;
   int64_t bytes = 0;
+
+  // Whether products read rows of floats whatever the instruction set, and not codes.
+  bool widens() const { return float_rows && is_integer(format); }
 
   // group 0 means per channel. Multiples are for symmetric int4 in groups of 32. Throws std::invalid_argument on sizes
   // that no model has.

@@ -23,7 +23,8 @@ int64_t result_panels(const Product& product, const Opening* opening) {
 // at once, as a gated one does anyway.
 int64_t panel_grain(const Product& product, const Opening* opening, int64_t panels, int64_t all, int threads) {
   const int64_t grain = std::max<int64_t>(1, panels / (threads * 8));
-  const bool singly = !is_integer(product.weights.layout.format) || (opening != nullptr && opening->gated);
+  const Layout& layout = product.weights.layout;
+  const bool singly = !is_integer(layout.format) || layout.float_rows || (opening != nullptr && opening->gated);
   return singly || all < threads * 8 ? grain : round_up(grain, 2);
 }
 
@@ -64,6 +65,9 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
   embed_rotation_ = rotation_of(w_.embed);
+  if (Rotation::fits(w_.head_size)) {
+    head_rotation_ = &rotations_.try_emplace(w_.head_size, w_.head_size).first->second;
+  }
   for (Layer& layer : w_.layers) {
     if (layer.attends) {
       measure(layer.qkv);
@@ -193,7 +197,7 @@ const Rotation* Model::rotation_of(const PackedView& weights) {
 
 // Whether fit_row has anything to do.
 bool Model::changes_rows(const Product& product) const {
-  return product.present() && (product.rotation != nullptr || takes_codes(kernels_, product.weights.layout.format));
+  return product.present() && (product.rotation != nullptr || takes_codes(kernels_, product.weights.layout));
 }
 
 bool Model::tiles(int64_t rows) const { return kernels_.tiled_rows > 0 && rows >= kernels_.tiled_rows; }
@@ -203,7 +207,7 @@ bool Model::tiles(int64_t rows) const { return kernels_.tiled_rows > 0 && rows >
 void Model::fit_row(float* row, int64_t width, const Product& product, int64_t at, int thread, bool tiled) {
   const Layout& layout = product.weights.layout;
   if (product.rotation != nullptr) kernels_.rotate(product.rotation->view(), row);
-  if (!takes_codes(kernels_, layout.format)) return;
+  if (!takes_codes(kernels_, layout)) return;
   int8_t* codes = tiled ? row_codes_.data() + thread * code_stride_ : codes_.data() + at * code_stride_;
   kernels_.quantise_row(row, width, layout, codes, code_scales_.data() + at * group_stride_,
                         code_sums_.data() + at * group_stride_);
@@ -429,7 +433,7 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
       const Row& row = row_[static_cast<size_t>(r)];
       float* q = qkv_.data() + r * qkv_pad_;
       float* k = q + q_size;
-      const float* v = k + kv_size;
+      float* v = k + kv_size;
       if (!layer.q_norm.present()) {
         // nothing to normalise
       } else if (w_.qk_norm == QkNorm::kFull) {
@@ -461,6 +465,9 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         const float steps = std::floor(static_cast<float>(row.position + 1) / static_cast<float>(w_.growth_tokens));
         const float factor = std::log1p(steps) * w_.growth + 1.0f;
         for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
+      }
+      if (args.kv->layout().rotated) {
+        for (float* head = q; head < v + kv_size; head += size) kernels_.rotate(head_rotation_->view(), head);
       }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
       for (int64_t h = 0; h < w_.kv_heads; ++h) {
@@ -526,6 +533,13 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       call.block_table = args.block_tables + sequence * args.table_stride;
       call.scratch = attention_scratch_.data() + thread * attention_stride_;
       kernels_.attend(call);
+      if (!call.layout->rotated) continue;
+      for (int64_t r = first; r < first + count; ++r) {
+        float* head = attended_.data() + r * q_pad_ + call.kv_head * heads_per_kv * w_.head_size;
+        for (int64_t h = 0; h < heads_per_kv; ++h) {  // back
+          kernels_.rotate(head_rotation_->view(), head + h * w_.head_size);
+        }
+      }
     }
   });
   const int64_t attended = w_.heads * w_.value_size;

@@ -262,6 +262,7 @@ class Model {
   ModelWeights w_;
   std::map<int64_t, Rotation> rotations_;  // by width
   const Rotation* embed_rotation_ = nullptr;
+  const Rotation* head_rotation_ = nullptr;  // of a head's queries, keys and values, where KV memory keeps them rotated
   StageTimes times_;
   Pool& pool_;
   const Kernels& kernels_;

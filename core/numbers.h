@@ -1,4 +1,4 @@
-// Number formats in bits: bf16 and f16 to and from f32, rounding to nearest even. Owns nothing else.
+// Number formats in bits: bf16, f16 and e4m3 to and from f32, rounding to nearest even. Owns nothing else.
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,28 @@ static inline uint16_t f16_from_f32(float value) {
   }
   uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+// Four bits of exponent and three of fraction: at most 448. The code of NaN is neither made nor known here.
+constexpr float kMostE4m3 = 448.0f;
+
+static inline float f32_from_e4m3(uint8_t bits) {
+  const uint32_t magnitude = bits & 0x7fu;
+  const float normal = f32_from_bits((magnitude << 20) + 0x3c000000u);
+  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  return bits & 0x80u ? -value : value;
+}
+
+// What is larger becomes the largest, NaN too.
+static inline uint8_t e4m3_from_f32(float value) {
+  const uint32_t bits = bits_from_f32(value);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x43e00000u) magnitude = 0x43e00000u;  // 448
+  const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - 0x3c000000u) >> 20;
+  const float raised = f32_from_bits(magnitude) + 16384.0f;    // the sum's last bit is 2^-9
+  const uint32_t small = bits_from_f32(raised) - 0x46800000u;  // below the smallest normal number
+  return static_cast<uint8_t>(sign | (magnitude < 0x3c800000u ? small : normal));
 }
 
 }  // namespace headrace

@@ -181,10 +181,10 @@ enum class Held { kBytes, kNibbles, kWidened };
 template <Held kHeld>
 constexpr int kFoursOf = kHeld == Held::kBytes ? 1 : kSmallFours;  // of inputs that one step takes
 
-template <Held kHeld>
+template <Held kHeld, bool kAsymmetric>
 inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
   if constexpr (kHeld == Held::kBytes) {
-    return dot4(sum, codes[0], inputs);
+    return kAsymmetric ? dot4(sum, codes[0], inputs) : dot4_signed(sum, codes[0], inputs);
   } else {
     return dot_small(sum, codes, inputs);
   }
@@ -193,7 +193,7 @@ inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
 // Of two panels; 0 for other weights than int4, and for panels that no near cache would hold.
 int64_t product_scratch(const Layout& layout) {
   constexpr int64_t kMost = int64_t{1} << 19;
-  const int64_t bytes = layout.format == Format::kInt4 ? 2 * kPanel * layout.padded_inputs : 0;
+  const int64_t bytes = layout.format == Format::kInt4 && !layout.float_rows ? 2 * kPanel * layout.padded_inputs : 0;
   return bytes <= kMost ? bytes : 0;
 }
 
@@ -284,8 +284,9 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
     auto add_products = [&](const Codes(&operands)[kVectors][kFours], int64_t k) HEADRACE_INLINE {
       each<kRows>([&](auto r) HEADRACE_INLINE {
         const int8_t* inputs = row_codes + r() * pass.stride + k;
-        each<kVectors>([&](auto v)
-                           HEADRACE_INLINE { sums[r()][v()] = dot<kHeld>(sums[r()][v()], operands[v()], inputs); });
+        each<kVectors>([&](auto v) HEADRACE_INLINE {
+          sums[r()][v()] = dot<kHeld, kAsymmetric>(sums[r()][v()], operands[v()], inputs);
+        });
       });
     };
     for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
@@ -311,7 +312,8 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
               const Codes pairs = load_codes(block.codes[v()] + k * 16 + four() / 2 * 128);
               operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
             } else {
-              operands[v()][four()] = load_codes(block.codes[v()] + (k + four() * 4) * 32);
+              const Codes codes = load_codes(block.codes[v()] + (k + four() * 4) * 32);
+              operands[v()][four()] = kHeld == Held::kBytes && !kAsymmetric ? signed_codes(codes) : codes;
             }
           });
           add_products(operands, k);
@@ -399,12 +401,87 @@ inline void integers(const ProductArgs& args, int64_t vector, int64_t row, int64
                      : integers_of<Held::kWidened, kRows, kVectors>(args, vector, row, count, widened, ahead);
 }
 
+// Four inputs of a vector of channels as numbers, of which a symmetric zero has been taken off.
+template <Format kFormat>
+inline HEADRACE_INLINE void load_widened(const uint8_t* codes, int64_t k, F16 (&quad)[4]) {
+  if constexpr (kFormat == Format::kInt8) {
+    load_u8_quads(codes + k * kPanel, quad);
+  } else {
+    codes += k / 8 * 4 * kPanel;
+    k % 8 == 0 ? load_u4_quads<false>(codes, quad) : load_u4_quads<true>(codes, quad);
+  }
+}
+
+// Integer codes by rows of floats: widened and multiplied one by one; a group's sum meets its scale, or its multiple
+// and then the scale of its block.
+template <Format kFormat, int kRows, int kVectors>
+inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
+  const Layout& layout = args.weights->layout;
+  const int64_t half = vector % kPanelVectors;
+  const uint8_t* record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
+  const float* inputs = args.rows + (args.first_row + row) * args.rows_stride;
+  F16 totals[kRows][kVectors];
+  clear(totals);
+  for (int64_t b = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
+    const uint8_t* codes = record + layout.header_bytes + half * 64;
+    F16 block_sums[kRows][kVectors];
+    clear(block_sums);
+    const int64_t groups = layout.block_inputs(b) / layout.group;
+    for (int64_t i = 0; i < groups; ++i, codes += layout.group * kPanel / (kFormat == Format::kInt8 ? 1 : 2)) {
+      F16 shifts[kVectors];
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
+        shifts[v()] = splat(0.0f);
+        if (layout.asymmetric) {
+          const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2) + (half + v()) * 16;
+          shifts[v()] = to_float(sub_int(splat_int(symmetric_zero(kFormat)), load_i16(zeros)));
+        }
+      });
+      F16 sums[kRows][kVectors];
+      clear(sums);
+      for (int64_t k = 0; k < layout.group; k += 4, inputs += 4) {
+        if (k % kAskInputs == 0) ahead.ask();
+        F16 quads[kVectors][4];
+        each<kVectors>([&](auto v) HEADRACE_INLINE {
+          load_widened<kFormat>(codes + v() * 64, k, quads[v()]);
+          if (layout.asymmetric) {
+            each<4>([&](auto j) HEADRACE_INLINE { quads[v()][j()] = add(quads[v()][j()], shifts[v()]); });
+          }
+        });
+        each<kRows, 4>([&](auto r, auto j) HEADRACE_INLINE {
+          const F16 x = splat(inputs[r() * args.rows_stride + j()]);
+          each<kVectors>([&](auto v) HEADRACE_INLINE { sums[r()][v()] = fma(x, quads[v()][j()], sums[r()][v()]); });
+        });
+      }
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
+        F16 factor = splat(1.0f);
+        if (layout.multiples) {
+          const uint8_t* multiples = record + kPanel * 2 + i * kPanel + (half + v()) * 16;
+          factor = to_float(load_i8(reinterpret_cast<const int8_t*>(multiples)));
+        }
+        each<kRows>([&](auto r)
+                        HEADRACE_INLINE { block_sums[r()][v()] = fma(sums[r()][v()], factor, block_sums[r()][v()]); });
+      });
+    }
+    each<kVectors>([&](auto v) HEADRACE_INLINE {
+      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(record) + (half + v()) * 16);
+      each<kRows>([&](auto r)
+                      HEADRACE_INLINE { totals[r()][v()] = fma(block_sums[r()][v()], scale, totals[r()][v()]); });
+    });
+  }
+  write_rows(args, vector, row, totals);
+}
+
 template <Format kFormat, int kRows, int kVectors>
 inline void floats(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, Ahead& ahead) {
   if constexpr (kRows > 0) {
     if (count < kRows) return floats<kFormat, kRows - 1, kVectors>(args, vector, row, count, ahead);
-    kFormat == Format::kF32 ? product_f32<kRows, kVectors>(args, vector, row, ahead)
-                            : product_bf16<kRows, kVectors>(args, vector, row, ahead);
+    if constexpr (kFormat == Format::kF32) {
+      product_f32<kRows, kVectors>(args, vector, row, ahead);
+    } else if constexpr (kFormat == Format::kBf16) {
+      product_bf16<kRows, kVectors>(args, vector, row, ahead);
+    } else {
+      product_widened<kFormat, kRows, kVectors>(args, vector, row, ahead);
+    }
   }
 }
 
@@ -416,12 +493,12 @@ struct Pass {
   bool few;
 };
 
-inline Pass pass_of(Format format, int64_t rows) {
-  if (is_integer(format)) {
+inline Pass pass_of(const Layout& layout, int64_t rows) {
+  if (is_integer(layout.format) && !layout.float_rows) {
     return rows <= kFewInteger ? Pass{kFewInteger, kPanelVectors, true} : Pass{kRowsInteger, kVectorsInteger, false};
   }
   if (rows <= kFewFloat) return Pass{kFewFloat, kPanelVectors, true};
-  return Pass{format == Format::kF32 ? kRowsF32 : kRowsBf16, kVectorsFloat, false};
+  return Pass{layout.format == Format::kBf16 ? kRowsBf16 : kRowsF32, kVectorsFloat, false};
 }
 constexpr int64_t kMostRows = most(most(kRowsInteger, kFewInteger), most(kFewFloat, most(kRowsF32, kRowsBf16)));
 
@@ -435,14 +512,21 @@ inline void write_products(const ProductArgs& args, const Pass& pass, int64_t ve
     case Format::kBf16:
       return pass.few ? floats<Format::kBf16, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
                       : floats<Format::kBf16, kRowsBf16, kVectorsFloat>(args, vector, row, count, ahead);
-    default:
-      if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
-      if (vectors == kVectorsInteger) {
-        return integers<kRowsInteger, kVectorsInteger>(args, vector, row, count, widened, ahead);
-      }
-      // A last panel alone.
-      integers<kRowsInteger, least(kVectorsInteger, kPanelVectors)>(args, vector, row, count, widened, ahead);
+    case Format::kInt8:
+      if (!args.weights->layout.float_rows) break;
+      return pass.few ? floats<Format::kInt8, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kInt8, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+    case Format::kInt4:
+      if (!args.weights->layout.float_rows) break;
+      return pass.few ? floats<Format::kInt4, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kInt4, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
   }
+  if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
+  if (vectors == kVectorsInteger) {
+    return integers<kRowsInteger, kVectorsInteger>(args, vector, row, count, widened, ahead);
+  }
+  // A last panel alone.
+  integers<kRowsInteger, least(kVectorsInteger, kPanelVectors)>(args, vector, row, count, widened, ahead);
 }
 
 // `panels` of the weights, one or two, opened, for at most kMost rows: the outputs stay in the nearest cache until they
@@ -490,7 +574,7 @@ inline void ask_for_outputs(const ProductArgs& args, int64_t panel, int64_t pane
 void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   // As few passes over a panel as the registers allow, all of about the same number of rows.
   const Layout& layout = args.weights->layout;
-  const Pass shape = pass_of(layout.format, args.row_count);
+  const Pass shape = pass_of(layout, args.row_count);
   const int64_t passes = (args.row_count + shape.rows - 1) / shape.rows;
   const int64_t parts = panels_per_output(args);
   const bool widening = scratch != nullptr && product_scratch(layout) > 0 && passes >= kWidenPasses;

@@ -29,7 +29,7 @@ inline int64_t tile_block(const Layout& layout) {
 }
 
 int64_t tiled_product_scratch(const Layout& layout) {
-  return layout.format == Format::kInt4 ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
+  return layout.format == Format::kInt4 && !layout.float_rows ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
 }
 
 // Rows of codes from `first` on, and how tiles find them.
@@ -152,7 +152,8 @@ template <typename Tiles>
 void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   const Layout& layout = args.weights->layout;
   const bool integer = is_integer(layout.format);
-  if (layout.format == Format::kF32 || (integer && args.row_count < kLeastTiledRows && !args.quantised->tiled)) {
+  if (layout.format == Format::kF32 || layout.widens() ||
+      (integer && args.row_count < kLeastTiledRows && !args.quantised->tiled)) {
     return product(args, first_panel, last_panel, nullptr);
   }
   Tiles tiles;

@@ -116,6 +116,42 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
             _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 8), 24))};
   out[3] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 24)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 24))};
 }
+// Byte kByte of each lane, an e4m3 number: exponent and fraction move to f32's, whose exponent is 120 higher. What has
+// no exponent has become (1 + fraction) * 2^-7 for fraction * 2^-6.
+template <int kByte>
+inline __m256 float_of_e4m3(__m256i quads) {
+  constexpr int kShift = 20 - 8 * kByte;
+  const __m256i moved = kShift >= 0 ? _mm256_slli_epi32(quads, kShift) : _mm256_srli_epi32(quads, -kShift);
+  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi32(0x07f00000));
+  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x3c000000)));
+  const __m256 small = _mm256_fmadd_ps(_mm256_set1_ps(2.0f), normal, _mm256_set1_ps(-0x1p-6f));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(quads, 24 - 8 * kByte), _mm256_set1_epi32(INT32_MIN));
+  return _mm256_or_ps(_mm256_min_ps(normal, small), _mm256_castsi256_ps(sign));
+}
+inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+  const __m256i a = load_bytes(p);
+  const __m256i b = load_bytes(p + 32);
+  out[0] = {float_of_e4m3<0>(a), float_of_e4m3<0>(b)};
+  out[1] = {float_of_e4m3<1>(a), float_of_e4m3<1>(b)};
+  out[2] = {float_of_e4m3<2>(a), float_of_e4m3<2>(b)};
+  out[3] = {float_of_e4m3<3>(a), float_of_e4m3<3>(b)};
+}
+// The four bits from kBit on of each lane, minus 8, of which `quads` has the two's complement.
+template <int kBit>
+inline __m256 float_of_nibble(__m256i quads) {
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(quads, 28 - kBit), 28));
+}
+template <bool kUpper>
+inline void load_u4_quads(const uint8_t* p, F16 out[4]) {
+  constexpr int kBit = kUpper ? 4 : 0;
+  const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x88));
+  const __m256i a = _mm256_xor_si256(load_bytes(p), bias);
+  const __m256i b = _mm256_xor_si256(load_bytes(p + 32), bias);
+  out[0] = {float_of_nibble<kBit>(a), float_of_nibble<kBit>(b)};
+  out[1] = {float_of_nibble<kBit + 8>(a), float_of_nibble<kBit + 8>(b)};
+  out[2] = {float_of_nibble<kBit + 16>(a), float_of_nibble<kBit + 16>(b)};
+  out[3] = {float_of_nibble<kBit + 24>(a), float_of_nibble<kBit + 24>(b)};
+}
 
 inline float reduce_add(F16 x) {
   __m256 eight = _mm256_add_ps(x.a, x.b);
@@ -170,8 +206,8 @@ inline __m256i broadcast4(const int8_t* four) {
   std::memcpy(&word, four, 4);
   return _mm256_set1_epi32(word);
 }
-// No sum of products saturates 16 bits: 255 * 128 = 32640 here, since quantise_row bounds neighbours; 15 * 127 * 8 =
-// 15240 with small codes.
+// No sum of products saturates 16 bits: 255 * 128 = 32640 here, since quantise_row bounds neighbours; 2 * 128 * 127 =
+// 32512 with the sizes of symmetric codes; 15 * 127 * 8 = 15240 with small codes.
 inline __m256i dot4_8(__m256i sum, __m256i codes, __m256i rows) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, rows), _mm256_set1_epi16(1)));
 }
@@ -203,9 +239,13 @@ inline SmallSums add_small(SmallSums sum, Codes x, const int8_t* four) {
   const __m256i row = broadcast4(four);
   return {add_small8(sum.a, x.a, row), add_small8(sum.b, x.b, row)};
 }
+inline __m256i load_i8_8(const int8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline I16 load_i8(const int8_t* p) { return {load_i8_8(p), load_i8_8(p + 8)}; }
 // Each lane's multiple in both of its halves.
 inline __m256i load_multiples8(const int8_t* p) {
-  const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i wide = load_i8_8(p);
   return _mm256_blend_epi16(wide, _mm256_slli_epi32(wide, 16), 0xaa);
 }
 inline I16 load_multiples(const int8_t* p) { return {load_multiples8(p), load_multiples8(p + 8)}; }
@@ -215,6 +255,17 @@ inline I16 add_multiples(I16 total, SmallSums sums, I16 multiples) {
 inline I16 dot4(I16 sum, Codes x, const int8_t* four) {
   const __m256i row = broadcast4(four);
   return {dot4_8(sum.a, x.a, row), dot4_8(sum.b, x.b, row)};
+}
+// Symmetric codes without their zero, so that sums start at nothing: their sizes meet the row with their signs.
+inline Codes signed_codes(Codes x) {
+  const __m256i bias = _mm256_set1_epi8(static_cast<char>(0x80));
+  return {_mm256_xor_si256(x.a, bias), _mm256_xor_si256(x.b, bias)};
+}
+inline int32_t signed_start(int32_t) { return 0; }
+inline I16 dot4_signed(I16 sum, Codes x, const int8_t* four) {
+  const __m256i row = broadcast4(four);
+  return {dot4_8(sum.a, _mm256_abs_epi8(x.a), _mm256_sign_epi8(row, x.a)),
+          dot4_8(sum.b, _mm256_abs_epi8(x.b), _mm256_sign_epi8(row, x.b))};
 }
 
 }  // namespace

@@ -96,6 +96,34 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
   out[2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 8), 24));
   out[3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(quads, 24));
 }
+// Byte kByte of each lane, an e4m3 number: exponent and fraction move to f32's, whose exponent is 120 higher. What has
+// no exponent has become (1 + fraction) * 2^-7 for fraction * 2^-6.
+template <int kByte>
+inline F16 float_of_e4m3(__m512i quads) {
+  constexpr int kShift = 20 - 8 * kByte;
+  const __m512i moved = kShift >= 0 ? _mm512_slli_epi32(quads, kShift) : _mm512_srli_epi32(quads, -kShift);
+  const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi32(0x07f00000));
+  const F16 normal = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(0x3c000000)));
+  const F16 value = minimum(normal, fma(splat(2.0f), normal, splat(-0x1p-6f)));
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(quads, 24 - 8 * kByte), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
+}
+inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+  const __m512i quads = _mm512_loadu_si512(p);
+  out[0] = float_of_e4m3<0>(quads);
+  out[1] = float_of_e4m3<1>(quads);
+  out[2] = float_of_e4m3<2>(quads);
+  out[3] = float_of_e4m3<3>(quads);
+}
+template <bool kUpper>
+inline void load_u4_quads(const uint8_t* p, F16 out[4]) {
+  constexpr int kTop = kUpper ? 24 : 28;
+  const __m512i quads = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x88)));
+  out[0] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, kTop), 28));
+  out[1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, kTop - 8), 28));
+  out[2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, kTop - 16), 28));
+  out[3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, kTop - 24), 28));
+}
 
 inline float reduce_add(F16 x) {
   __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -164,12 +192,17 @@ inline I16 dot4(I16 sum, Codes codes, const int8_t* four) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(row));
   return sum;
 }
+// The same with symmetric codes, as signed_codes() makes them; sums start at what signed_start() makes of their start.
+inline Codes signed_codes(Codes x) { return x; }
+inline int32_t signed_start(int32_t start) { return start; }
+inline I16 dot4_signed(I16 sum, Codes x, const int8_t* four) { return dot4(sum, x, four); }
 using SmallSums = I16;
 inline int32_t small_start(int32_t start) { return start; }
 inline SmallSums add_small(SmallSums sum, Codes x, const int8_t* four) { return dot4(sum, x, four); }
-inline I16 load_multiples(const int8_t* p) {
+inline I16 load_i8(const int8_t* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+inline I16 load_multiples(const int8_t* p) { return load_i8(p); }
 // A sum of a group fits 16 bits: its upper half is its sign, and a multiple's meets it as zero.
 inline I16 add_multiples(I16 total, SmallSums sums, I16 multiples) {
   const I16 lower = _mm512_and_si512(multiples, _mm512_set1_epi32(0xffff));

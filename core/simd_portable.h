@@ -123,6 +123,22 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
     for (int i = 0; i < 16; ++i) out[j].v[i] = static_cast<float>(static_cast<int32_t>(p[4 * i + j]) - 128);
   }
 }
+// The same of e4m3 numbers.
+inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_e4m3(p[4 * i + j]);
+  }
+}
+// The same of the lower or the upper halves of 16 quads of bytes, minus 8.
+template <bool kUpper>
+inline void load_u4_quads(const uint8_t* p, F16 out[4]) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 16; ++i) {
+      const int32_t pair = p[4 * i + j];
+      out[j].v[i] = static_cast<float>((kUpper ? pair >> 4 : pair & 15) - 8);
+    }
+  }
+}
 
 inline float reduce_add(const F16& a) {
   float eight[8], four[4];
@@ -177,14 +193,19 @@ inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   }
   return result;
 }
+// The same with symmetric codes, as signed_codes() makes them; sums start at what signed_start() makes of their start.
+inline Codes signed_codes(const Codes& x) { return x; }
+inline int32_t signed_start(int32_t start) { return start; }
+inline I16 dot4_signed(const I16& sum, const Codes& x, const int8_t* four) { return dot4(sum, x, four); }
 using SmallSums = I16;
 inline int32_t small_start(int32_t start) { return start; }
 inline SmallSums add_small(const SmallSums& sum, const Codes& x, const int8_t* four) { return dot4(sum, x, four); }
-inline I16 load_multiples(const int8_t* p) {
+inline I16 load_i8(const int8_t* p) {
   I16 result;
   for (int i = 0; i < 16; ++i) result.v[i] = p[i];
   return result;
 }
+inline I16 load_multiples(const int8_t* p) { return load_i8(p); }
 inline I16 add_multiples(const I16& total, const SmallSums& sums, const I16& multiples) {
   return add_int(total, mul_int(sums, multiples));
 }

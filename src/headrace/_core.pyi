@@ -13,7 +13,7 @@ KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version
 
 Format = Literal["f32", "bf16", "int8", "int4"]
 SourceType = Literal["f32", "bf16", "f16"]
-KvType = Literal["f32", "bf16", "int8"]
+KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
 def isa_available() -> list[str]: ...  # best first
 def isa_emulated() -> list[str]: ...  # for tests alone
@@ -71,6 +71,7 @@ class Packed:
         asymmetric: bool = False,
         multiples: bool = False,
         rotated: bool = False,
+        float_rows: bool = False,  # integers meet rows of floats; otherwise rows are quantised too
     ) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it, rotated back
 

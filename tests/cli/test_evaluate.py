@@ -74,7 +74,7 @@ def test_prompts_are_scored_line_by_line(tiny_folder: Path, tmp_path: Path, caps
         (["--text", "TEXT", "--precisions", "f32"], "needs at least two names"),
         (["--text", "TEXT", "--precisions", "f32,int8", "--weights", "int4"], "--precisions names every precision"),
         (["--text", "TEXT", "--weights", "int7"], "Unknown precision 'int7'"),
-        (["--text", "TEXT", "--kv", "int4"], "Unknown KV type 'int4'"),
+        (["--text", "TEXT", "--kv", "int3"], "Unknown KV type 'int3'"),
         (["--text", "TEXT", "--window", "4"], "'window' must be 16 to"),
         (["--text", "TEXT", "--json", "no/such/folder.json"], "The folder of no/such/folder.json does not exist"),
     ],

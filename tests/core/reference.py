@@ -39,42 +39,71 @@ def int8(values: Doubles) -> Doubles:
     return np.rint(values / np.where(scale > 0, scale, 1)) * scale
 
 
-def f16_scale(values: Doubles) -> Doubles:
-    """What a token's codes in the KV memory are multiplied by, of each last axis."""
-    return (np.abs(values).max(axis=-1, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+def f16_scale(values: Doubles, code: float) -> Doubles:
+    """What a token's codes in the KV memory are multiplied by, of each last axis. `code`: of the largest value, and if
+    it is negative the scale has the other sign."""
+    largest = np.abs(values).max(axis=-1, keepdims=True)
+    if code < 0:
+        largest = np.take_along_axis(values, np.abs(values).argmax(axis=-1, keepdims=True), axis=-1)
+    return (largest / code).astype(np.float16).astype(np.float64)
 
 
 def int8_kv(values: Doubles) -> Doubles:
     """As int8, with a scale that is itself rounded to f16."""
-    scale = f16_scale(values)
+    scale = f16_scale(values, 127)
     return np.clip(np.rint(values / np.where(scale > 0, scale, 1)), -127, 127) * scale
 
 
-def int8_pairs(values: Doubles) -> Doubles:
-    """As int8, with a scale by which two neighbours are at most 127 together before they are rounded."""
-    sizes = np.abs(values)
-    pairs = sizes[..., ::2].copy()
-    pairs[..., : sizes.shape[-1] // 2] += sizes[..., 1::2]
-    scale = pairs.max(axis=-1, keepdims=True) / 127
-    return np.rint(values / np.where(scale > 0, scale, 1)) * scale
+def int4_kv(values: Doubles) -> Doubles:
+    scale = f16_scale(values, -8)
+    return np.clip(np.rint(values / np.where(scale != 0, scale, 1)), -8, 7) * scale
+
+
+def fp8_kv(values: Doubles) -> Doubles:
+    """Three bits of fraction, and exponents from -6 to 8."""
+    scale = f16_scale(values, 448)
+    codes = np.clip(values / np.where(scale > 0, scale, 1), -448, 448)
+    exponent = np.floor(np.log2(np.maximum(np.abs(codes), 2.0**-6)))
+    step = np.exp2(exponent - 3)
+    return np.rint(codes / step) * step * scale
 
 
 def int8_rows(format: str, group: int) -> Callable[[Doubles], Doubles]:
     """Rounds each group of a row by itself, for weights of that format; group 0 is the whole row."""
-    rounding = int8_pairs if format == "int8" else int8
     if (format, group) == ("int4", 32):
         group = 128  # groups whose scales are multiples of one share a row's scale too
 
     def rounded(values: Doubles) -> Doubles:
         if not group:
-            return rounding(values)
+            return int8(values)
         starts = range(0, values.shape[-1], group)
-        return np.concatenate([rounding(values[..., start : start + group]) for start in starts], axis=-1)
+        return np.concatenate([int8(values[..., start : start + group]) for start in starts], axis=-1)
 
     return rounded
 
 
-STORED: dict[str, Callable[[Doubles], Doubles]] = {"f32": exact, "bf16": bf16, "int8": int8_kv}
+STORED: dict[str, Callable[[Doubles], Doubles]] = {
+    "f32": exact,
+    "bf16": bf16,
+    "int8": int8_kv,
+    "fp8": fp8_kv,
+    "int4": int4_kv,
+}
+LARGEST_CODE: dict[Callable[[Doubles], Doubles], float] = {int8_kv: 127, fp8_kv: 448, int4_kv: -8}
+
+
+def rotation(width: int) -> Doubles:
+    """The symmetric orthogonal matrix that a head of this width is rotated by; the identity if it cannot be."""
+    if width % 16:
+        return np.eye(width)
+    columns = width & -width
+    odd = width // columns
+    parts = max(part for part in range(1, min(odd, 63) + 1, 2) if odd % part == 0)
+    turns = 2 * np.pi * np.outer(np.arange(parts), np.arange(parts)) / parts
+    bits = np.arange(columns)[:, None] & np.arange(columns)[None, :]
+    signs = np.array([[(-1.0) ** int(value).bit_count() for value in row] for row in bits])
+    block = np.kron(np.cos(turns) + np.sin(turns), signs) / math.sqrt(columns * parts)
+    return np.kron(np.eye(odd // parts), block)
 
 
 def rounded_weights(scores: Doubles, scale: Doubles) -> Doubles:
@@ -207,9 +236,11 @@ def forward(
             q = q * (1 + spec.query_growth * np.log1p(steps))[:, None, None]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
-        v_scale = f16_scale(v)[..., 0]  # what a token's codes are multiplied by, where it has codes
+        turn = rotation(spec.head_size) if stored in (int8_kv, int4_kv) else np.eye(spec.head_size)
+        q, k, v = (x @ turn for x in (q, k, v))
+        # What a token's codes are multiplied by, where it has codes.
+        v_scale = f16_scale(v, LARGEST_CODE[stored])[..., 0] if stored in LARGEST_CODE else np.ones(v.shape[:2])
         k, v = stored(k), stored(v)
-        v_scale = v_scale if stored is int8_kv else np.ones(v.shape[:2])
         repeat = spec.heads // spec.kv_heads
         k, v, v_scale = (np.repeat(x, repeat, axis=1) for x in (k, v, v_scale))
         unit = 1 / math.log(2) if twos else 1.0
@@ -236,7 +267,7 @@ def forward(
             v_scale = np.concatenate([np.ones_like(v_scale[:1]), v_scale])
             v = np.concatenate([np.zeros_like(v[:1]), v])
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
-        attended = np.einsum("hij,jhd->ihd", weights, v)[..., : spec.value_size]
+        attended = (np.einsum("hij,jhd->ihd", weights, v) @ turn)[..., : spec.value_size]
         return product(f"{name}.o", attended.reshape(count, -1))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale

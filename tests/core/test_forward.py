@@ -101,7 +101,7 @@ def test_a_long_sequence_turns_by_the_long_rope() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "window", "head_norms", "narrow"])
 def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvType, isa: str) -> None:
     model = SPECS[name]

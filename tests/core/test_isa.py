@@ -87,6 +87,8 @@ def test_instruction_sets_of_one_arithmetic_give_the_same_bits(name: str) -> Non
         ("bf16", 0, "bf16"),
         ("int8", 0, "int8"),
         ("int4", 32, "bf16"),
+        ("f32", 0, "fp8"),
+        ("f32", 0, "int4"),
     ]
     for format, group, kv in precisions:
         found = {isa: Tiny(model, format, group, kv=kv, isa=isa).rows(tokens, range(5)) for isa in ISAS}

@@ -12,7 +12,7 @@ from tests.core.tiny import SPECS, Tiny, same_bits, text
 from tests.core.wrong_arrays import REFUSED, frozen
 
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 24
-KV_TYPES: list[Any] = ["f32", "bf16", "int8"]
+KV_TYPES: list[Any] = ["f32", "bf16", "int8", "fp8", "int4"]
 
 
 def memory(blocks: int = 4, type: Any = "bf16") -> _core.Kv:

@@ -251,7 +251,9 @@ def test_codes_lie_in_memory_as_documented(format: WeightFormat, group: int, asy
             assert (lanes[len(mine) :] == zero).all()
 
 
-def laid_by_multiples(codes: Bytes, scales: Floats, multiples: NDArray[np.int8]) -> _core.Packed:
+def laid_by_multiples(
+    codes: Bytes, scales: Floats, multiples: NDArray[np.int8], *, float_rows: bool = False
+) -> _core.Packed:
     """Codes [outputs, inputs], scales [outputs, blocks] that f16 holds and multiples [outputs, groups], laid out as
     documented."""
     outputs, inputs = codes.shape
@@ -274,7 +276,7 @@ def laid_by_multiples(codes: Bytes, scales: Floats, multiples: NDArray[np.int8])
             parts.append(np.ascontiguousarray(pairs.swapaxes(0, 1)).reshape(-1))
     out = aligned_bytes(_core.packed_bytes("int4", outputs, inputs, 32, multiples=True))
     out[:] = np.concatenate(parts)
-    return _core.Packed("int4", outputs, inputs, 32, 1.0, out, multiples=True)
+    return _core.Packed("int4", outputs, inputs, 32, 1.0, out, multiples=True, float_rows=float_rows)
 
 
 def random_multiples(outputs: int, inputs: int) -> tuple[Bytes, Floats, NDArray[np.int8]]:

@@ -31,24 +31,30 @@ def product(weights: _core.Packed, rows: Floats, outputs: int, isa: str, threads
 
 
 def from_codes(
-    codes: NDArray[np.uint8], scales: Floats, zeros: NDArray[np.int16] | None, format: WeightFormat, group: int
+    codes: NDArray[np.uint8],
+    scales: Floats,
+    zeros: NDArray[np.int16] | None,
+    format: WeightFormat,
+    group: int,
+    *,
+    float_rows: bool = False,
 ) -> _core.Packed:
     outputs, inputs = codes.shape
     out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, group, zeros is not None))
     gain = _core.pack_codes(codes, scales, zeros, format, group, out)
-    return _core.Packed(format, outputs, inputs, group, gain, out, zeros is not None)
+    return _core.Packed(format, outputs, inputs, group, gain, out, zeros is not None, float_rows=float_rows)
 
 
-def rounded_rows(rows: Floats, size: int, format: WeightFormat) -> tuple[NDArray[np.int64], Floats]:
+def rounded_rows(rows: Floats, size: int, *, bounded: bool) -> tuple[NDArray[np.int64], Floats]:
     """Each group of a row as codes and a scale, every operation in f32 as documented: codes of -127..127, and for int8
-    weights of so much that two neighbours are 128 together."""
+    weights with zeros of so much that two neighbours are 128 together."""
     count, width = rows.shape
     groups = -(-width // size)
     padded = np.zeros((count, groups * size), np.float32)
     padded[:, :width] = rows
     parts = padded.reshape(count, groups, size)
     sizes = np.abs(parts)
-    peaks = (sizes[..., ::2] + sizes[..., 1::2] if format == "int8" else sizes).max(axis=2)
+    peaks = (sizes[..., ::2] + sizes[..., 1::2] if bounded else sizes).max(axis=2)
     inverse = np.divide(np.float32(127), peaks, out=np.zeros_like(peaks), where=peaks > 0)
     codes = np.rint(parts * inverse[..., None]).astype(np.int64)
     return codes, peaks / np.float32(127)
@@ -65,7 +71,8 @@ def emulated(
     """The product of integer codes, and the sum of the magnitudes of what was added: exact but for f32 sums."""
     size = group_of(group, codes.shape[1])
     centre = zeros if isinstance(zeros, int) else np.repeat(zeros.astype(np.int64), size, axis=1)[:, : codes.shape[1]]
-    return scaled(codes.astype(np.int64) - centre, scales, rows, format, size)
+    bounded = format == "int8" and not isinstance(zeros, int)
+    return scaled(codes.astype(np.int64) - centre, scales, rows, size, bounded=bounded)
 
 
 def emulated_multiples(
@@ -73,14 +80,14 @@ def emulated_multiples(
 ) -> tuple[Doubles, Doubles]:
     """The same for codes whose groups have multiples: a row has one scale for a block of them."""
     each = np.repeat(multiples.astype(np.int64), 32, axis=1)[:, : codes.shape[1]]
-    return scaled((codes.astype(np.int64) - 8) * each, scales, rows, "int4", 128)
+    return scaled((codes.astype(np.int64) - 8) * each, scales, rows, 128)
 
 
 def scaled(
-    whole: NDArray[np.int64], scales: Floats, rows: Floats, format: WeightFormat, size: int
+    whole: NDArray[np.int64], scales: Floats, rows: Floats, size: int, *, bounded: bool = False
 ) -> tuple[Doubles, Doubles]:
     """Of whole numbers [outputs, inputs] of which `size` inputs share a scale, in the rows too."""
-    row_codes, row_scales = rounded_rows(rows, size, format)
+    row_codes, row_scales = rounded_rows(rows, size, bounded=bounded)
     total = np.zeros((len(rows), len(whole)))
     magnitude = np.zeros_like(total)
     for g in range(scales.shape[1]):
@@ -188,6 +195,46 @@ def test_the_largest_multiples_and_rows_do_not_overflow(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("format", "group"), INTEGERS)
+def test_integer_weights_meet_rows_of_floats_as_they_are(
+    format: WeightFormat, group: int, shape: tuple[int, int], asymmetric: bool, isa: str
+) -> None:
+    outputs, inputs = shape
+    codes, scales, zeros = random_codes(format, outputs, inputs, group)
+    weights = from_codes(codes, scales, zeros if asymmetric else None, format, group, float_rows=True)
+    check_float_rows(weights, random_rows(MANY, inputs), outputs, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 300), (65, 896)])
+def test_multiples_meet_rows_of_floats_as_they_are(shape: tuple[int, int], isa: str) -> None:
+    weights = laid_by_multiples(*random_multiples(*shape), float_rows=True)
+    check_float_rows(weights, random_rows(MANY, shape[1]), shape[0], isa)
+
+
+def check_float_rows(weights: _core.Packed, rows: Floats, outputs: int, isa: str) -> None:
+    """The product is that of numbers, the same bits on every instruction set and among any other rows."""
+    held = weights.unpack().astype(np.float64)
+    found = product(weights, rows, outputs, isa)
+    bound = 2e-6 * (np.abs(rows).astype(np.float64) @ np.abs(held).T)
+    assert (np.abs(found - rows.astype(np.float64) @ held.T) <= bound).all()
+    for count in (1, 2, 7, 13):
+        assert same_bits(product(weights, rows[:count], outputs, isa), found[:count])
+    assert same_bits(product(weights, rows, outputs, "portable"), found)
+
+
+def test_float_rows_are_for_integers_in_groups_that_a_row_holds() -> None:
+    data = aligned_bytes(_core.packed_bytes("bf16", 32, 64, 0))
+    with pytest.raises(ValueError, match="float_rows is for int8 and int4"):
+        _core.Packed("bf16", 32, 64, 0, 1.0, data, float_rows=True)
+    data = aligned_bytes(_core.packed_bytes("int8", 32, 64, 160))
+    with pytest.raises(ValueError, match="groups that divide 128"):
+        _core.Packed("int8", 32, 64, 160, 1.0, data, float_rows=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_channels_too_long_to_be_widened_are_the_same_bits_among_many(isa: str) -> None:
     weights = packed(np.random.default_rng(8).standard_normal((33, 16416)).astype(np.float32), "int4", 32)
     rows = random_rows(MANY, 16416)
@@ -245,7 +292,8 @@ def test_rows_of_zeros_and_rows_of_nothing_else_than_tiny_values_multiply(
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_neighbours_that_are_infinite_together_do_not_look_like_a_good_row(isa: str) -> None:
-    weights = packed(np.random.default_rng(4).standard_normal((40, 64)).astype(np.float32), "int8", 32)
+    codes, scales, zeros = random_codes("int8", 40, 64, 32)
+    weights = from_codes(codes, scales, zeros, "int8", 32)
     rows = np.zeros((1, 64), np.float32)
     rows[0, 4:6] = 3e38
     assert not np.isfinite(product(weights, rows, 40, isa)).any()

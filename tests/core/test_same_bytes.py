@@ -143,6 +143,12 @@ def test_every_precision_gives_the_same_bits(format: WeightFormat, group: int, k
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["fp8", "int4"])
+def test_keys_and_values_of_few_bits_give_the_same_bits(kv: KvType, isa: str) -> None:
+    check(SPECS["everything"], "f32", 0, kv, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("format", "group", "kv"), [("f32", 0, "f32"), ("int8", 32, "int8"), ("int4", 0, "bf16")])
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "everything"])
 def test_every_feature_gives_the_same_bits(name: str, format: WeightFormat, group: int, kv: KvType, isa: str) -> None:
@@ -184,7 +190,7 @@ def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: WeightF
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", KV_TYPES)
+@pytest.mark.parametrize("kv", [*KV_TYPES, "fp8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "window", "head_norms"])
 def test_a_token_that_runs_to_infinity_touches_none_before_it(name: str, kv: KvType, isa: str) -> None:
     model = SPECS[name]

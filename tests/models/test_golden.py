@@ -112,7 +112,8 @@ def test_ragged_batch_of_texts_is_one_at_a_time_to_the_bit(name: str, executors:
 
 
 @pytest.mark.parametrize(
-    ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16"), ("int4", "f32")]
+    ("weights", "kv"),
+    [("f32", "f32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16"), ("int4", "f32"), ("int4-a16", "int4")],
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe", "phi3", "bert", "mpnet", "modernbert"])
 def test_instruction_sets_give_the_same_bits(name: str, weights: str, kv: str, tiny: Tiny) -> None:

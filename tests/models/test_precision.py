@@ -19,18 +19,37 @@ from headrace.models.precision import Precision, parse_kv_type, parse_plan, pars
         ("int8-channel", Precision("int8", 0, rotated=True)),
         ("int8-plain", Precision("int8", 128)),
         ("int4-g64-plain", Precision("int4", 64)),
+        ("int8-a16", Precision("int8", 128, float_rows=True, rotated=True)),
+        ("int4-g64-a16-plain", Precision("int4", 64, float_rows=True)),
     ],
 )
 def test_a_precision_is_read_from_its_spelling(text: str, expected: Precision) -> None:
     assert parse_precision(text) == expected
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16", "int8-g64", "int4-g32", "int4-channel"])
+@pytest.mark.parametrize(
+    "name", ["f32", "bf16", "int8-g64", "int4-g32", "int4-channel", "int8-g128-a16", "int4-g32-a16-plain"]
+)
 def test_a_precision_is_spelled_as_it_is_read(name: str) -> None:
     assert parse_precision(name).name == name
 
 
-@pytest.mark.parametrize("text", ["int5", "", "int4-g48", "int4-", "bf16-g32", "INT4", "int4-g-32", "int4-g٣٢"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int5",
+        "",
+        "int4-g48",
+        "int4-",
+        "bf16-g32",
+        "INT4",
+        "int4-g-32",
+        "int4-g٣٢",
+        "bf16-a16",
+        "int8-plain-a16",
+        "-a16",
+    ],
+)
 def test_a_misspelt_precision_is_rejected_with_the_valid_ones(text: str) -> None:
     with pytest.raises(RequestError):
         parse_precision(text)
@@ -61,6 +80,8 @@ def test_embedding_and_head_stay_at_eight_bits_by_default() -> None:
     assert plan.precision("embed").format == "int8"
     assert plan.precision("head").format == "int8"
     assert plan.precision("layers.0.attn.qkv").format == "int4"
+    assert plan.precision("head").float_rows is False
+    assert parse_plan("int4-a16").precision("head").float_rows
     assert parse_plan("int4", keep=["head=int4"]).precision("head").format == "int4"
     assert parse_plan("bf16").precision("head").format == "bf16"
 
@@ -93,9 +114,9 @@ def test_a_wrong_keep_entry_is_refused(entry: str) -> None:
 
 
 def test_kv_types_are_checked() -> None:
-    assert parse_kv_type("int8") == "int8"
-    with pytest.raises(RequestError, match="int4"):
-        parse_kv_type("int4")
+    assert [parse_kv_type(name) for name in ("int8", "fp8", "int4")] == ["int8", "fp8", "int4"]
+    with pytest.raises(RequestError, match=r"int3.*f32, bf16, int8, fp8 or int4"):
+        parse_kv_type("int3")
 
 
 def test_an_embedders_int8_has_closer_scales() -> None:

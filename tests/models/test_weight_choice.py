@@ -104,6 +104,24 @@ def test_the_chosen_precision_computes_what_the_dequantised_model_does(name: str
     assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "ct-w8a8"])
+def test_stored_codes_meet_rows_that_are_not_quantised_if_asked(name: str, built: Built) -> None:
+    quantised = built(name)
+    folder = open_model(quantised.folder)
+    plan = choose_plan(folder, "auto-a16")
+    assert plan.name == f"{choose_plan(folder).name}-a16"
+    assert plan.precision("embed") == Precision("bf16")
+    tokens = prompt(40)
+    keep = ["embed=f32", "head=f32"]  # on some instruction sets bf16 rounds rows
+    executor = CpuExecutor.load(folder, weights="auto-a16", keep=keep, kv="f32", threads=2, context=CONTEXT)
+    try:
+        found = logits(executor, [tokens])[0]
+    finally:
+        executor.close()
+    expected = quantised.logits(tokens)
+    assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+
+
 def test_a_named_precision_and_keep_win(built: Built) -> None:
     folder = open_model(built("gptq-4").folder)
     assert choose_plan(folder, "int8").precision("layers.0.attn.o") == Precision("int8", 128, rotated=True)

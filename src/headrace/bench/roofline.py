@@ -14,7 +14,7 @@ import numpy as np
 import headrace._core as _core
 from headrace.bench.machine import Machine
 from headrace.models.packing import packed_size
-from headrace.models.precision import KvType, WeightPlan
+from headrace.models.precision import KvType, Precision, WeightPlan
 from headrace.models.spec import ModelSpec, is_product, tensor_shapes
 from headrace.models.step_work import active_parameters, active_shapes, decode_bytes
 
@@ -61,7 +61,7 @@ def kv_bytes_per_token(spec: ModelSpec) -> dict[KvType, float]:
 
 def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second: float) -> Floor:
     read = decode_bytes(spec, plan)
-    peak = best_peak(machine, plan.default.format)
+    peak = best_peak(machine, plan.default)
     decode = max(read / bytes_per_second, 2.0 * active_parameters(spec) / peak)
     prefill = max(read / bytes_per_second, operations(spec, PREFILL) / peak)
     return Floor(
@@ -75,11 +75,11 @@ def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second:
     )
 
 
-def best_peak(machine: Machine, weight_format: str) -> float:
+def best_peak(machine: Machine, weights: Precision) -> float:
     """Return the rate of the fastest instructions that can multiply such weights without loss."""
     kinds = ["fma_f32"]
-    if weight_format != "f32":
+    if weights.format != "f32" and not weights.float_rows:
         kinds += ["dot_bf16", "amx_bf16"]
-    if weight_format in {"int8", "int4"}:
+    if weights.format in {"int8", "int4"} and not weights.float_rows:
         kinds += ["dot_int8", "amx_int8"]
     return max(machine.peaks[kind] for kind in kinds)

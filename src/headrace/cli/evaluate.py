@@ -74,7 +74,7 @@ def evaluate(
     keep
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv
-        Precision of the KV cache: f32, bf16 or int8.
+        Precision of the KV cache: f32, bf16, int8, fp8 or int4.
     against
         Reference: another model with the same tokenizer. Default: the model itself, if another option names a
         reference.

@@ -102,7 +102,7 @@ def generate(
     keep
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv
-        Precision of the KV cache: f32, bf16 or int8.
+        Precision of the KV cache: f32, bf16, int8, fp8 or int4.
     threads
         Threads to compute with. Default: the machine's cores.
     context

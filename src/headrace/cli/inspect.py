@@ -88,7 +88,7 @@ def _profile(
     try:
         plan = executor.plan
         rate = bandwidth(pool, decode_bytes(executor.spec, plan))
-        phases = profile_steps(executor, bandwidth=rate, peak=best_peak(machine, plan.default.format))
+        phases = profile_steps(executor, bandwidth=rate, peak=best_peak(machine, plan.default))
         return {"precision": plan.default.name, "phases": phases}
     finally:
         executor.close()

@@ -32,7 +32,7 @@ from headrace.models.step_work import active_parameters
 from headrace.variant import DEFAULT_MODEL
 
 _COLUMNS: Final = 120  # width of a table that is not printed on a terminal
-_KV: Final = ("bf16", "int8", "fp8")
+_KV: Final = ("bf16", "int8", "fp8", "int4")
 
 
 def plan(
@@ -98,7 +98,7 @@ def plan(
     weights
         Precision to consider: bf16, fp8, int8 or int4. Repeatable. Default: all that a device's engine has.
     kv
-        Precision of the KV cache: bf16, int8 or fp8.
+        Precision of the KV cache: bf16, int8, fp8 or int4. vLLM has no int8 and int4 and takes fp8 for them.
     context
         Context to configure in tokens. Default: prompt and answer, rounded up.
     price
@@ -242,7 +242,7 @@ def _measured(
     return measured_costs(
         shape.folder,
         precisions,
-        kv="int8" if kv == "fp8" else kv,
+        kv=kv,
         context=load.traffic.context,
         threads=threads,
         cache=cache,

@@ -60,7 +60,7 @@ def worker(
     weights
         Precision of the weights, as in headrace serve.
     kv
-        Precision of the KV cache: f32, bf16 or int8.
+        Precision of the KV cache: f32, bf16, int8, fp8 or int4.
     threads
         Threads to compute with. Default: the machine's cores.
     context

@@ -220,10 +220,10 @@ TECHNIQUES: Final = (
         switch="headrace compress",
     ),
     Technique(
-        name="int8 KV cache",
+        name="rounded KV cache",
         area="KV cache",
         lossless=False,
-        about="keys and values are rounded",
+        about="keys and values in int8, fp8 or int4",
         switch="options.kv",
         used=_lossy_kv,
         off=lambda config: _without(config, lambda key, value: key == "kv" and value not in _LOSSLESS_KV),

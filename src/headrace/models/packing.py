@@ -158,6 +158,7 @@ def _tensor(piece: _PackedTensor) -> CoreTensor:
         asymmetric=meta["asymmetric"],
         multiples=meta["multiples"],
         rotated=meta["rotated"],
+        float_rows=meta["float_rows"],
     )
 
 
@@ -203,6 +204,7 @@ def pack_matrix(weights: NDArray[np.float32], precision: Precision, pool: _core.
         out,
         multiples=precision.multiples,
         rotated=precision.rotated,
+        float_rows=precision.float_rows,
     )
 
 
@@ -275,6 +277,7 @@ def _meta(precision: Precision, outputs: int, inputs: int, gain: float) -> dict[
         "asymmetric": precision.zeros,
         "multiples": precision.multiples,
         "rotated": precision.rotated,
+        "float_rows": precision.float_rows,
         "gain": gain,
     }
 

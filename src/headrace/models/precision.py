@@ -1,7 +1,8 @@
 """Parses precisions and assigns one to every canonical tensor. Does not quantise.
 
 A precision is written `f32`, `bf16`, `int8` or `int4`; integer formats may add a group: `int4-g32`, `int8-g128`,
-`int4-channel`. Integers rotate their inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-plain`.
+`int4-channel`. Integers meet activations in int8, unless `-a16` follows: `int8-a16`, `int4-g32-a16`. They rotate their
+inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-a16-plain`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import msgspec
 from headrace.errors import RequestError
 
 WeightFormat = Literal["f32", "bf16", "int8", "int4"]
-KvType = Literal["f32", "bf16", "int8"]
+KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
 AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
+AUTO_FLOAT_ROWS: Final = "auto-a16"  # the same, with activations that are not quantised
+AUTOS: Final = frozenset({AUTO, AUTO_FLOAT_ROWS})
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
 _PLAIN: Final = "-plain"
+_FLOAT_ROWS: Final = "-a16"
 # int4 takes groups of 32 because its coarse codes gain most from close scales. int8 hardly gains, and its products are
 # bound by the work at the end of each group, so it takes 128.
 _DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
@@ -34,13 +38,14 @@ class Precision(msgspec.Struct, frozen=True):
     group: int = 0  # inputs that share a scale; 0 is per channel, and for float formats
     stored: bool = False  # codes and scales are those of a quantised file
     zeros: bool = False  # of stored codes: every group has a zero of its own
+    float_rows: bool = False  # integers meet activations in floats, not in int8
     rotated: bool = False  # inputs are rotated before they are rounded, so that outliers spread over the row
 
     @property
     def name(self) -> str:
         if self.format not in _DEFAULT_GROUP:
             return self.format
-        name = f"{self.format}-{f'g{self.group}' if self.group else 'channel'}"
+        name = f"{self.format}-{f'g{self.group}' if self.group else 'channel'}{_FLOAT_ROWS if self.float_rows else ''}"
         return name if self.rotated or self.stored else f"{name}{_PLAIN}"
 
     @property
@@ -61,17 +66,19 @@ def parse_precision(
     text: str, *, parameter: str = "weights", group: str | int | None = None, embedder: bool = False
 ) -> Precision:
     """Parse a precision. `group` replaces the default group, but not one in the text. Embedders have other defaults."""
-    format_name, dash, suffix = text.removesuffix(_PLAIN).partition("-")
+    weights = text.removesuffix(_PLAIN)
+    format_name, dash, suffix = weights.removesuffix(_FLOAT_ROWS).partition("-")
     rotated = not text.endswith(_PLAIN)
+    float_rows = weights.endswith(_FLOAT_ROWS)
     if format_name not in get_args(WeightFormat):
         raise RequestError(
             f"Unknown precision '{text}'. Expected f32, bf16, int8 or int4; integers may end in -g32, -g64, -g128 or "
-            "-channel, and then in -plain.",
+            "-channel, then in -a16, and then in -plain.",
             parameter=parameter,
         )
     chosen = cast(WeightFormat, format_name)
     if chosen not in _DEFAULT_GROUP:
-        if dash or not rotated:
+        if dash or float_rows or not rotated:
             raise RequestError(
                 f"Precision '{text}' is invalid: {chosen} has no groups. Write '{chosen}'.", parameter=parameter
             )
@@ -82,8 +89,10 @@ def parse_precision(
         return Precision(chosen)
     if not dash:
         default = _EMBEDDER_GROUP if embedder else _DEFAULT_GROUP
-        return Precision(chosen, default[chosen] if group is None else parse_group(group), rotated=rotated)
-    return Precision(chosen, parse_group(suffix.removeprefix("g")), rotated=rotated)
+        size = default[chosen] if group is None else parse_group(group)
+    else:
+        size = parse_group(suffix.removeprefix("g"))
+    return Precision(chosen, size, float_rows=float_rows, rotated=rotated)
 
 
 def parse_group(group: str | int) -> int:
@@ -97,7 +106,7 @@ def parse_group(group: str | int) -> int:
 
 def parse_kv_type(text: str) -> KvType:
     if text not in get_args(KvType):
-        raise RequestError(f"Unknown KV type '{text}'. Expected f32, bf16 or int8.", parameter="kv")
+        raise RequestError(f"Unknown KV type '{text}'. Expected f32, bf16, int8, fp8 or int4.", parameter="kv")
     return cast(KvType, text)
 
 
@@ -125,7 +134,7 @@ class WeightPlan(msgspec.Struct, frozen=True):
         if name in {"embed", "head"} and self.default.format == "int4":
             # Every token passes through these two, and quality drops here first, so they keep 8 bits.
             group = (_EMBEDDER_GROUP if self.embedder else _DEFAULT_GROUP)["int8"]
-            return Precision("int8", group, rotated=self.default.rotated)
+            return Precision("int8", group, float_rows=self.default.float_rows, rotated=self.default.rotated)
         return self.default
 
     def check_patterns(self, names: Iterable[str]) -> None:
@@ -146,7 +155,7 @@ def parse_plan(
     keep: Sequence[str] | Mapping[str, str] = (),
     embedder: bool = False,
 ) -> WeightPlan:
-    """Parse a plan. "auto" is bf16 here, as for a model that is not quantised on disk. `keep` holds
+    """Parse a plan. "auto" and "auto-a16" are bf16 here, as for a model that is not quantised on disk. `keep` holds
     `pattern=precision` entries, such as `layers.*.attn.o=bf16`. `embedder` says that the model makes embeddings."""
     entries = [f"{pattern}={name}" for pattern, name in keep.items()] if isinstance(keep, Mapping) else keep
     overrides: list[tuple[str, Precision]] = []
@@ -155,5 +164,5 @@ def parse_plan(
         if not equals or not pattern:
             raise RequestError(f"Invalid entry '{entry}'. Expected PATTERN=PRECISION.", parameter="keep")
         overrides.append((pattern, parse_precision(name, parameter="keep", embedder=embedder)))
-    weights = "bf16" if weights == AUTO else weights
+    weights = "bf16" if weights in AUTOS else weights
     return WeightPlan(parse_precision(weights, group=group, embedder=embedder), tuple(overrides), embedder)

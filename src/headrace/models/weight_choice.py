@@ -17,7 +17,7 @@ from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.formats.quantised_layer import StoredLayout
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.model_folder import ModelFolder
-from headrace.models.precision import AUTO, Precision, WeightPlan, parse_plan
+from headrace.models.precision import AUTO, AUTO_FLOAT_ROWS, AUTOS, Precision, WeightPlan, parse_plan
 from headrace.models.spec import is_product
 
 _RICHER: Final = Precision("int8", 32, rotated=True)
@@ -34,10 +34,12 @@ def choose_plan(
 ) -> WeightPlan:
     """Return the plan that a user's options mean for a model."""
     plan = parse_plan(weights, group=group, keep=keep, embedder=folder.spec.embeds)
-    if weights != AUTO:
+    if weights not in AUTOS:
         return plan
     stored = {name: _precision(folder, name) for name in folder.shapes if is_product(name)}
     found = {name: precision for name, precision in stored.items() if precision is not None}
+    if weights == AUTO_FLOAT_ROWS:
+        found = {name: _with_float_rows(precision) for name, precision in found.items()}
     return msgspec.structs.replace(plan, stored=found)
 
 
@@ -55,6 +57,11 @@ def describe_choice(folder: ModelFolder, plan: WeightPlan) -> str:
     else:
         why = "the kernels have no layout for the codes in the files"
     return f"{precision.name} from {folder.weights.scheme.label}: {why}"
+
+
+def _with_float_rows(precision: Precision) -> Precision:
+    integer = precision.format in {"int8", "int4"}
+    return msgspec.structs.replace(precision, float_rows=True) if integer else precision
 
 
 def _describe_blocks(folder: ModelFolder, plan: WeightPlan, weights: GgufWeights) -> str:

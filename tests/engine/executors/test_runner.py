@@ -70,7 +70,7 @@ def test_a_runner_without_free_blocks_refuses(executor: CpuExecutor) -> None:
     ("options", "parameter"),
     [
         ({"weights": "int3"}, "weights"),
-        ({"kv": "int4"}, "kv"),
+        ({"kv": "int3"}, "kv"),
         ({"threads": 0}, "threads"),
         ({"context": 0}, "context"),
         ({"context": 10**9}, "context"),

@@ -13,7 +13,7 @@ import msgspec
 from headrace.bench.planning.devices import EngineKind
 from headrace.bench.roofline import kv_bytes_per_token
 from headrace.models.packing import packed_size
-from headrace.models.precision import parse_plan
+from headrace.models.precision import parse_kv_type, parse_plan
 from headrace.models.spec import ModelSpec, is_product, tensor_shapes
 from headrace.models.step_work import active_parameters
 
@@ -62,12 +62,13 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         plan = parse_plan(precision)
         shared = float(packed_size(spec, shared_shapes, plan))
         experts = float(packed_size(spec, expert_shapes, plan))
-        kv_token = float(kv_bytes_per_token(spec)["int8" if kv == "int8" else "bf16"])
+        kv_token = kv_bytes_per_token(spec)[parse_kv_type(kv)]
         embed = float(packed_size(spec, {"embed": shapes["embed"]}, plan))
     else:
         shared = sum(_gpu_bytes(name, shape, precision) for name, shape in shared_shapes.items())
         experts = sum(_gpu_bytes(name, shape, precision) for name, shape in expert_shapes.items())
-        kv_token = 2.0 * spec.kv_layers * spec.kv_size * (1.0 if kv in {"int8", "fp8"} else 2.0)
+        # vLLM takes fp8 for int8 and int4.
+        kv_token = 2.0 * spec.kv_layers * spec.kv_size * (2.0 if kv == "bf16" else 1.0)
         embed = 2.0 * math.prod(shapes["embed"])
     count = spec.experts.count if spec.experts else 0
     inner = spec.experts.intermediate_size * spec.experts.top_k if spec.experts else spec.intermediate_size

@@ -86,7 +86,7 @@ def _vllm(plan: CapacityPlan, candidate: Candidate) -> list[str]:
             lines.append(f"pipeline_parallel = {candidate.pipeline}")
         if candidate.weights in _VLLM_QUANTISATION:
             lines.append(f'quantisation = "{_VLLM_QUANTISATION[candidate.weights]}"')
-        if candidate.kv_type in {"fp8", "int8"}:
+        if candidate.kv_type != "bf16":
             lines.append('kv_dtype = "fp8"')
     if shown > 1:
         each = round(100.0 / shown, 2)

@@ -194,7 +194,7 @@ class EngineMachine:
         machine = self.probes()
         share = min(setting["threads"], machine.threads) / machine.threads
         read = decode_bytes(spec, plan)
-        rate = best_peak(machine, plan.default.format) * share
+        rate = best_peak(machine, plan.default) * share
         bytes_per_second = self._bandwidth(read) * min(1.0, 1.5 * share)
         profile = self._traffic.profile
         users = self._traffic.at_once

@@ -111,8 +111,8 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
         ),
         Level(
             name="KV precision",
-            what="8-bit KV cache",
-            choices=(Choice("int8", {"kv": "int8"}),),
+            what="KV cache of 8 or 4 bits",
+            choices=(Choice("int8", {"kv": "int8"}), Choice("int4", {"kv": "int4"})),
             lossy=True,
             skip=no_gate,
         ),

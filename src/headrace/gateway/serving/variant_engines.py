@@ -20,7 +20,7 @@ from headrace.gateway.serving.served_variant import NO_BOUND, ModelDescription, 
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
 from headrace.models.model_folder import ModelFolder, find_model, open_model
-from headrace.models.precision import AUTO
+from headrace.models.precision import AUTOS
 from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant
 
@@ -166,7 +166,7 @@ def _description(folder: ModelFolder, variant: Variant) -> ModelDescription:
     return ModelDescription(
         family=folder.spec.family,
         parameters=sum(math.prod(shape) for shape in folder.shapes.values()),
-        precision=plan.name if variant.weights == AUTO else variant.weights,
+        precision=plan.name if variant.weights in AUTOS else variant.weights,
         format=folder.weights.files[0].suffix.removeprefix("."),
         weight_bytes=folder.weights.total_bytes,
         choice=describe_choice(folder, plan),
