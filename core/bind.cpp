@@ -217,7 +217,7 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::object states,
-          nb::object state_slots) {
+          nb::object state_slots, nb::object features, nb::object feature_rows) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -275,6 +275,26 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     check_natural(slots, "state_slots");
     if (static_cast<int64_t>(slots.size()) != args.sequences) refuse("state_slots must have one entry a sequence");
     args.state_slots = slots.data();
+  }
+  Array<float, 2> feature_array;
+  Array<int32_t, 1> feature_row_array;
+  if (features.is_none() != feature_rows.is_none()) refuse("features and feature_rows must be given together");
+  if (!features.is_none()) {
+    try {
+      feature_array = nb::cast<Array<float, 2>>(features, false);
+      feature_row_array = nb::cast<Array<int32_t, 1>>(feature_rows, false);
+    } catch (const nb::cast_error&) {
+      refuse("features must be an array of f32, and feature_rows of i32");
+    }
+    check_natural(feature_array, "features");
+    check_natural(feature_row_array, "feature_rows");
+    if (static_cast<int64_t>(feature_array.shape(1)) != w.hidden) {
+      refuse("features must have rows of " + std::to_string(w.hidden));
+    }
+    if (static_cast<int64_t>(feature_row_array.size()) != args.rows) refuse("feature_rows must have one entry a row");
+    args.features = feature_array.data();
+    args.feature_rows = feature_row_array.data();
+    args.feature_count = static_cast<int64_t>(feature_array.shape(0));
   }
   nb::gil_scoped_release free;
   self.model->step(args);
@@ -506,7 +526,7 @@ NB_MODULE(_core, module) {
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
            "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "states"_a = nb::none(),
-           "state_slots"_a = nb::none());
+           "state_slots"_a = nb::none(), "features"_a = nb::none(), "feature_rows"_a = nb::none());
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(

@@ -229,10 +229,15 @@ void Model::embed_rows(const StepArgs& args) {
   pool_.run(args.rows, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       float* x = residual_.data() + r * hidden_pad_;
-      unpack_channel(w_.embed, args.tokens[r], x);
-      if (embed_rotation_ != nullptr) kernels_.rotate(embed_rotation_->view(), x);  // back
-      if (w_.embedding_scale != 1.0f) {
-        for (int64_t i = 0; i < w_.hidden; ++i) x[i] *= w_.embedding_scale;
+      const int32_t feature = args.feature_rows == nullptr ? -1 : args.feature_rows[r];
+      if (feature >= 0) {
+        std::memcpy(x, args.features + feature * w_.hidden, static_cast<size_t>(w_.hidden) * sizeof(float));
+      } else {
+        unpack_channel(w_.embed, args.tokens[r], x);
+        if (embed_rotation_ != nullptr) kernels_.rotate(embed_rotation_->view(), x);  // back
+        if (w_.embedding_scale != 1.0f) {
+          for (int64_t i = 0; i < w_.hidden; ++i) x[i] *= w_.embedding_scale;
+        }
       }
       const Row& row = row_[static_cast<size_t>(r)];
       if (!w_.token_types.empty()) {

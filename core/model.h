@@ -165,6 +165,9 @@ struct StepArgs {
   States* states = nullptr;               // of a model with recurrent layers
   const int32_t* state_slots = nullptr;   // [sequences], each another
   const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
+  const float* features = nullptr;        // [feature_count][hidden], what some rows begin with instead of an embedding
+  const int32_t* feature_rows = nullptr;  // [rows] which of them, -1: the token's embedding; null: that in all rows
+  int64_t feature_count = 0;
   int64_t wanted_count;
   const int32_t* wanted;  // [wanted_count], ascending rows
   float* out;             // [wanted_count][vocab], or [wanted_count][hidden]

@@ -133,6 +133,9 @@ void Model::check_step(const StepArgs& args) const {
     if (args.tokens[r] < 0 || args.tokens[r] >= w_.vocab) {
       refuse("token " + std::to_string(args.tokens[r]) + " is not in the vocabulary");
     }
+    if (args.feature_rows != nullptr && (args.feature_rows[r] < -1 || args.feature_rows[r] >= args.feature_count)) {
+      refuse("feature " + std::to_string(args.feature_rows[r]) + " does not exist");
+    }
   }
   check_states(args);
   const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;

@@ -147,6 +147,8 @@ class Model:
         second_texts: NDArray[np.int32] | None = None,  # [sequences] position where token type 1 begins, -1: nowhere
         states: States | None = None,  # of a model with recurrent layers
         state_slots: NDArray[np.int32] | None = None,  # [sequences], each another
+        features: NDArray[np.float32] | None = None,  # [features, hidden] what rows begin with instead of an embedding
+        feature_rows: NDArray[np.int32] | None = None,  # [rows] which feature, -1: the token's embedding
     ) -> None: ...
 
 class Sampler:

@@ -51,7 +51,11 @@ def events(reply: httpx2.Response) -> list[dict[str, Any]]:
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "missing_required_parameter"),
         ({"messages": [{"role": "user", "contents": "a"}]}, "messages[0].contents", "unknown_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+            None,
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": "a"}] * 5000}, "messages", "too_many_values"),
         ({"messages": [{"role": "user", "content": "word " * 4000}]}, "messages", "context_length_exceeded"),

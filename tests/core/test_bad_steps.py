@@ -55,6 +55,10 @@ def both(*changes: Change) -> Change:
     return lambda arguments: {name: value for change in changes for name, value in change(arguments).items()}
 
 
+def features(rows: Any, places: Any) -> Change:
+    return lambda _: {"features": rows, "feature_rows": places}
+
+
 WRONG_STEPS: dict[str, Change] = {
     "a negative token": put("tokens", 5, -1),
     "a token past the vocabulary": put("tokens", 22, MODEL.vocab_size),
@@ -125,6 +129,13 @@ WRONG_STEPS: dict[str, Change] = {
     "a second text too few": replaced("second_texts", int32(-1)),
     "second texts that are not whole": replaced("second_texts", floats(2, 1)[:, 0]),
     "a second text of a model without types": replaced("second_texts", int32(-1, 3)),
+    "features without places": replaced("features", floats(1, MODEL.hidden_size)),
+    "places without features": replaced("feature_rows", np.zeros(23, np.int32)),
+    "a feature that does not exist": features(floats(1, MODEL.hidden_size), np.ones(23, np.int32)),
+    "a negative feature": features(floats(1, MODEL.hidden_size), np.full(23, -2, np.int32)),
+    "features of another width": features(floats(1, MODEL.hidden_size + 1), np.zeros(23, np.int32)),
+    "places of features too few": features(floats(1, MODEL.hidden_size), np.zeros(22, np.int32)),
+    "places of features of 64 bits": features(floats(1, MODEL.hidden_size), np.zeros(23, np.int64)),
 }
 
 

@@ -20,6 +20,7 @@ from headrace.config.canary_section import CanaryConfig
 from headrace.config.catalogue_section import CatalogueConfig
 from headrace.config.collection_section import CollectionsConfig
 from headrace.config.drift_section import DriftConfig
+from headrace.config.images_section import ImagesConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
@@ -70,6 +71,7 @@ __all__ = [
     "ExactConfig",
     "FastConfig",
     "Hours",
+    "ImagesConfig",
     "KeyConfig",
     "LadderConfig",
     "LedgerConfig",
@@ -249,6 +251,7 @@ class Config(Section, frozen=True):
     keys: tuple[KeyConfig, ...] = ()  # empty: no key is needed
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict[str, TenantConfig])
     limits: RequestLimits = RequestLimits()
+    images: ImagesConfig = ImagesConfig()
     limiting: LimitingConfig = LimitingConfig()
     prices: dict[str, PriceConfig] = msgspec.field(default_factory=dict[str, PriceConfig])  # by variant or model
     ledger: LedgerConfig = LedgerConfig()
@@ -277,6 +280,7 @@ class Config(Section, frozen=True):
 PLAIN_SECTIONS: Final[Mapping[str, type[Section]]] = {
     "server": ServerConfig,
     "limits": RequestLimits,
+    "images": ImagesConfig,
     "limiting": LimitingConfig,
     "ledger": LedgerConfig,
     "storage": StorageConfig,

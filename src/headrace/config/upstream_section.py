@@ -29,6 +29,7 @@ class UpstreamFeatures(Section, frozen=True):
     """Features the server supports. A feature that is not set is as the server's kind has it."""
 
     chat: bool | None = None  # /chat/completions
+    images: bool | None = None  # image_url parts of messages, which are sent as they came
     completions: bool | None = None  # /completions
     embeddings: bool | None = None  # /embeddings
     stream: bool | None = None  # streaming with server-sent events
@@ -63,6 +64,7 @@ class UpstreamFeatures(Section, frozen=True):
 
 _COMPATIBLE: Final = UpstreamFeatures(
     chat=True,
+    images=True,
     completions=False,
     embeddings=False,
     stream=True,

@@ -22,6 +22,7 @@ import msgspec
 
 from headrace.engine.executors.batch_builder import BatchBuilder
 from headrace.engine.executors.executor import Executor, SampleBatch, StepTicket
+from headrace.engine.interface.image_rows import check_images
 from headrace.engine.interface.output_text import OutputText
 from headrace.engine.interface.outputs import SequenceOutput
 from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
@@ -214,6 +215,8 @@ class Engine:
                 else f"{self._spec.architecture} is a reranker: it scores pairs of texts and generates none.",
                 parameter="model",
             )
+        if request.images:
+            check_images(request.images, len(request.prompt), self._spec.hidden_size)
         if not 1 <= request.n <= self.scheduler.limits.max_sequences:
             most = self.scheduler.limits.max_sequences
             raise RequestError(f"'n' must be 1 to {most}, not {request.n}.", parameter="n")

@@ -140,6 +140,25 @@ cache_entries: Final = Gauge(
     registry=registry,
 )
 cache_bytes: Final = Gauge("headrace_cache_bytes", "Bytes in an answer cache.", ("cache",), registry=registry)
+image_features: Final = Counter(
+    "headrace_image_features",
+    "Look-ups of images' features: hit (in the cache), miss (to be encoded).",
+    ("model", "outcome"),
+    registry=registry,
+)
+image_feature_bytes: Final = Gauge(
+    "headrace_image_features_bytes", "Bytes of images' features in the cache.", ("model",), registry=registry
+)
+images_waiting: Final = Gauge(
+    "headrace_images_waiting", "Images that are encoded or wait for it.", ("model",), registry=registry
+)
+image_seconds: Final = Histogram(
+    "headrace_image_encode_seconds",
+    "Time from the request for an image's features to their arrival: waiting, decoding and encoding.",
+    ("model",),
+    registry=registry,
+    buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+)
 collections: Final = Counter(
     "headrace_collections",
     "Events of collections: document_added, document_ready, document_failed, document_removed, chunk_embedded, "

@@ -69,7 +69,7 @@ def test_every_extra_of_a_service_is_listed(monkeypatch: pytest.MonkeyPatch) -> 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {name: extras[name][0].split(">")[0] for name in system_checks.EXTRAS} == system_checks.EXTRAS
     # What a command or an option names itself when it is missing; zstd is in the standard library of later Pythons.
-    assert set(extras) - set(system_checks.EXTRAS) == {"encryption", "pdf", "train", "yaml", "zstd"}
+    assert set(extras) - set(system_checks.EXTRAS) == {"encryption", "pdf", "train", "vision", "yaml", "zstd"}
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -272,7 +272,7 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="are cached"):
         blocks.acquire(blocks.match(text(50), ""), 39)
     with pytest.raises(OverflowError):
-        blocks.match([2**31], "")
+        blocks.match([2**63], "")
 
 
 def lost(blocks: BlockManager) -> None:

@@ -267,7 +267,7 @@ UNREADABLE: list[tuple[list[tuple[str, Any]], str]] = [
     ([("user", [RESULT])], "messages[0].content[0].tool_use_id"),
     ([CALL, ("user", [RESULT, RESULT])], "messages[1].content[1].tool_use_id"),
     ([CALL, ("user", [{**RESULT, "content": [{"type": "image"}]}])], "messages[1].content[0].content"),
-    ([("user", [{"type": "image", "source": {"type": "url", "url": "x"}}])], "messages[0].content"),
+    ([("user", [{"type": "image", "source": {"type": "url", "url": "x"}}])], "messages[0].content[0].source.url"),
     ([("user", [{"type": "document", "source": {}}])], "messages[0].content"),
     ([("user", [{"type": "server_tool_use"}])], "messages[0].content[0].type"),
     ([("user", [{"type": "thinking", "thinking": "x"}])], "messages[0].content"),
@@ -282,9 +282,9 @@ def test_content_that_cannot_be_read_is_named(turns: list[tuple[str, Any]], para
     assert error.parameter == parameter
 
 
-def test_an_image_is_refused_in_plain_words() -> None:
+def test_an_image_without_a_source_is_refused_in_plain_words() -> None:
     error = refused(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}])
-    assert "type 'image'" in error.message
+    assert "Expected base64 or url" in error.message
 
 
 # Counting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.engine.executors.executor import Capacity, StepBatch, peaks_of
 from headrace.engine.interface.request import SequenceState
@@ -84,6 +85,7 @@ class BatchBuilder:
         slots = None
         if self._has_states:
             slots = np.array([share.sequence.state_slot for share in shares], dtype=np.int32)
+        features, feature_rows = _features(shares, end, self._states.shape[1])
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
         return StepBatch(
@@ -100,6 +102,8 @@ class BatchBuilder:
             second_texts=seconds,
             state_slots=slots,
             state_copies=plan.state_copies,
+            features=features,
+            feature_rows=feature_rows,
         )
 
     def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:
@@ -129,6 +133,31 @@ class BatchBuilder:
         self._offsets = np.zeros(sequences + 1, dtype=np.int32)
         self._computed = np.zeros(sequences, dtype=np.int32)
         self._variants = np.zeros(sequences, dtype=np.int32)
+
+
+def _features(
+    shares: list[Share], rows: int, hidden_size: int
+) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
+    """Return the features of images whose tokens the step computes, and which row begins with which of them."""
+    found: list[NDArray[np.float32]] = []
+    places: NDArray[np.int32] | None = None
+    known = first = 0
+    for share in shares:
+        images, computed = share.sequence.request.images, share.sequence.computed
+        end = computed + share.count
+        for image in images:
+            start, stop = max(image.start, computed), min(image.start + image.count, end)
+            if start >= stop:
+                continue
+            if places is None:
+                places = np.full(rows, -1, dtype=np.int32)
+            row = first + start - computed
+            places[row : row + stop - start] = range(known, known + stop - start)
+            data = np.frombuffer(image.data, dtype="<f4").reshape(image.count, hidden_size)
+            found.append(data[start - image.start : stop - image.start])
+            known += stop - start
+        first += share.count
+    return (np.concatenate(found), places) if found else (None, None)
 
 
 def share_tokens(sequence: SequenceState, count: int) -> list[int]:

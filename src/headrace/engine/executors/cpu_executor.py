@@ -361,6 +361,8 @@ class CpuExecutor:
             batch.second_texts,
             self._states,
             batch.state_slots,
+            batch.features,
+            batch.feature_rows,
         )
         return StepResult(values, batch.peaks)
 

@@ -44,6 +44,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
     state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
     second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
+    features: NDArray[np.float32] | None = None  # [features, hidden] that take the place of token embeddings
+    feature_rows: Int32s | None = None  # [rows] which feature a row begins with, -1: its token's embedding
 
 
 class StepResult(msgspec.Struct, frozen=True):

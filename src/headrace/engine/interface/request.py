@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.image_rows import ImageRows, image_token_ids
 from headrace.engine.interface.sampling import SamplingParams
 
 RequestKind = Literal["generate", "score", "embed"]
@@ -62,6 +63,7 @@ class GenerationRequest(GenerationParams, frozen=True, kw_only=True, omit_defaul
     salt: str = ""  # of the prefix cache; the server derives it from the tenant
     deadline: float | None = None  # on the monotonic clock of the process that holds the request
     arrival: float = 0.0  # on the same clock
+    images: tuple[ImageRows, ...] = ()  # in the order of their tokens
 
     @classmethod
     def of(
@@ -102,6 +104,13 @@ class SequenceState(msgspec.Struct, eq=False):
     drafted: list[int] = []  # draft tokens, to be verified by the next step
     cached: int = 0  # prompt tokens found in the prefix cache when the sequence first started
     finish: FinishReason | None = None
+    prompt_ids: tuple[int, ...] = ()  # of the prompt in the prefix cache: see `prompt_ids`
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """What the prefix cache knows the tokens by."""
+        request = self.request
+        return [*self.prompt_ids, *self.tokens[len(request.prompt) :]] if request.images else self.tokens
 
     @property
     def output(self) -> list[int]:
@@ -128,4 +137,21 @@ def open_sequence(request: GenerationRequest, index: int = 0, rope_variant: int 
     sampling = request.sampling
     penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
     seen = dict.fromkeys(request.prompt, 0) if penalties != (1.0, 0.0, 0.0) else {}
-    return SequenceState(request, index, list(request.prompt), rope_variant=rope_variant, seen=seen)
+    return SequenceState(
+        request,
+        index,
+        list(request.prompt),
+        rope_variant=rope_variant,
+        seen=seen,
+        prompt_ids=prompt_ids(request),
+    )
+
+
+def prompt_ids(request: GenerationRequest) -> tuple[int, ...]:
+    """Return what the prefix cache knows the prompt's tokens by: themselves, but for those of images."""
+    if not request.images:
+        return request.prompt
+    ids = list(request.prompt)
+    for image in request.images:
+        ids[image.start : image.start + image.count] = image_token_ids(image.digest, image.count)
+    return tuple(ids)

@@ -14,14 +14,13 @@ the tail to the head. So an idle block was released no earlier than its children
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import msgspec
 
-from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack
+from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack, unpack
 from headrace.engine.memory.state_pool import StatePool
 from headrace.errors import RequestError
 
@@ -509,7 +508,7 @@ class BlockManager:
         """Pinned prefixes in the order in which they were pinned."""
         found: list[PinnedPrefix] = []
         for pin in self._pins.values():
-            tokens = array("i", pin.packed)
+            tokens = unpack(pin.packed)
             found.append(PinnedPrefix(tuple(tokens), pin.salt, pin.variant, tuple(b.index for b in pin.path)))
         return found
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
 from headrace.engine.memory.kv_disk import KvDisk, KvDiskStats
+from headrace.engine.memory.prefix_tree import unpack
 
 _WAITING_BLOCKS: Final = 1024  # that wait to be written; further ones are dropped
 _REST_BLOCKS: Final = 16  # written in one turn of an idle engine
@@ -170,7 +171,7 @@ class KvTiers:
             return False
         blocks, size = self._blocks, self._blocks.block_tokens
         first = len(match.path)
-        tokens = memoryview(match.packed).cast("i")[: (first + len(contents)) * size].tolist()
+        tokens = unpack(match.packed)[: (first + len(contents)) * size]
         table = blocks.restore(tokens, match.salt, variant=match.variant)
         if table is None:
             return False

@@ -22,7 +22,7 @@ from headrace.errors import RequestError
 
 LOOK: Final = 16  # children compared for the best partial block; bounds the work
 MOST_PUBLIC_BLOCKS: Final = 65_536  # blocks of all public prefixes: a million tokens
-TOKEN_BYTES: Final = 4
+TOKEN_BYTES: Final = 8  # a token of an image is named by 63 bits of the image's digest
 DIGEST_BYTES: Final = 32  # too long to collide: two prefixes or two salts never share a digest
 
 Declared = dict[bytes, "Declared"]  # public prefixes, block by block
@@ -38,7 +38,11 @@ def must(holds: bool, otherwise: str) -> None:
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    return array("i", tokens).tobytes()
+    return array("q", tokens).tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    return memoryview(packed).cast("q").tolist()
 
 
 class Block:

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
-from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.request import FinishReason, GenerationRequest, prompt_ids
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
 from headrace.engine.process.output_stream import OutputStream
@@ -496,7 +496,7 @@ class EngineClient:
         ended = output.ending is not None
         stream.push(output)
         if ended and len(stream.request.prompt) + len(stream.tokens[output.index]) >= 64:
-            text = (*stream.request.prompt, *stream.tokens[output.index])
+            text = (*prompt_ids(stream.request), *stream.tokens[output.index])
             self._routes.learn(replica.number, prefix_keys(text, stream.request.salt))
         if all(stream.endings[index] is not None for index in submission.indices):
             self._forget(submission)

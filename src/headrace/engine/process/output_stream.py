@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
-from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.request import GenerationRequest, prompt_ids
 from headrace.engine.process.replica_choice import prefix_keys
 
 
@@ -31,7 +31,7 @@ class OutputStream:
         self.tokens: list[list[int]] = [[] for _ in range(request.n)]  # tokens so far, by sequence
         self.endings: list[SequenceEnd | None] = [None] * request.n
         self.attempts = 0  # workers lost since the last output
-        self.keys = prefix_keys(request.prompt, request.salt)
+        self.keys = prefix_keys(prompt_ids(request), request.salt)
         self.closed = False
         self._source = source
         self._ready: deque[SequenceOutput] = deque()

@@ -96,7 +96,7 @@ class Planner:
     def _find(self, job: SequenceJob) -> PrefixMatch:
         """Match the job against the prefix cache. If prompt results are wanted, match only what precedes them."""
         sequence = job.sequence
-        tokens = sequence.tokens
+        tokens = sequence.prefix_ids
         first = max(job.first, sequence.reported)
         if first < len(job.request.prompt):
             tokens = tokens[: first + 1]
@@ -128,7 +128,7 @@ class Planner:
         """Publish newly computed prompt tokens, so that others can reuse them."""
         sequence = job.sequence
         assert job.table is not None
-        self.blocks.publish(job.table, sequence.tokens, sequence.computed)
+        self.blocks.publish(job.table, sequence.prefix_ids, sequence.computed)
         before = sequence.computed - count
         if job.top > before:
             self._wake(self._cold.advance(job, before), now)
@@ -143,7 +143,7 @@ class Planner:
         rest = len(sequence.tokens) - computed
         spaced = computed // _STATE_INTERVAL > (computed - count) // _STATE_INTERVAL
         if decoding or spaced or rest <= self.blocks.block_tokens:
-            self.blocks.keep_state(job.table, sequence.tokens, computed, rolling=decoding)
+            self.blocks.keep_state(job.table, sequence.prefix_ids, computed, rolling=decoding)
 
     def decode(self, job: SequenceJob, siblings: list[SequenceJob], now: float) -> None:
         """Start decoding after the prompt. The request's other sequences continue from the same blocks."""

@@ -67,7 +67,7 @@ class RunningSet:
         if table is None:
             return False
         if not self.blocks.grow(table, tokens + 1):
-            self.blocks.release(table, job.sequence.tokens, 0)
+            self.blocks.release(table, job.sequence.prefix_ids, 0)
             return False
         job.table = table
         job.match = None
@@ -107,7 +107,7 @@ class RunningSet:
         self._leave(job)
         job.account.running -= 1
         sequence = job.sequence
-        self.blocks.release(job.table, sequence.tokens, sequence.computed)
+        self.blocks.release(job.table, sequence.prefix_ids, sequence.computed)
         job.table = None
         job.room = 0
         sequence.blocks = []

@@ -142,6 +142,7 @@ async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> Cach
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.text_request.seeded,
         policy=f"{exact.config.policy}\n{state.plan.recipe}",
+        images=[image.image.digest for prompt in prompts or () for image in prompt.images],
     )
     began = time.monotonic()
     lookup = state.lookups.exact = await exact.look(key, requested=exchange.text_request.cache, stale=stale)

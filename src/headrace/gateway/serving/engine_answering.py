@@ -15,12 +15,15 @@ from typing import Any, Final
 import msgspec
 
 from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source
+from headrace.engine.interface.image_rows import ImageRows
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.memory.block_manager import LONE
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
+from headrace.gateway.images.image_reader import PromptImage
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.output.choice_reader import ChoiceReader
 from headrace.gateway.output.reasoning import after_reasoning
 from headrace.gateway.requests.text_request import ChoiceDelta, TextRequest, TokenUsage, Tool, combine_usages
@@ -53,7 +56,10 @@ class EngineAnswering:
             self.prompts = [prompt.tokens for prompt in texts]
             self._make_readers([prompt.tail for prompt in texts])
             prediction = await _predicted_tokens(exchange)
-            requests = [_request(exchange, prompt, prediction) for prompt in texts]
+            features = [await _image_rows(exchange, prompt) for prompt in texts]
+            requests = [
+                _request(exchange, prompt, prediction, images) for prompt, images in zip(texts, features, strict=True)
+            ]
         except (HeadraceError, ApiError) as error:
             raise self._as_api_error(error) from None
         self._streams = [exchange.served.engine.stream(request) for request in requests]
@@ -190,6 +196,8 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
                 told.parameter = "messages"
             raise told from None
     exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
+    if image_tokens := sum(prompt.image_tokens for prompt in found):
+        exchange.notes["image_tokens"] = image_tokens
     exchange.shaped_at = exchange.shaped_at or time.monotonic()
     return found
 
@@ -223,18 +231,31 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     if text_request.tools and text_request.choosing != "none" and served.tools is None:
         raise invalid_request(f"the chat template of '{served.name}' knows no tools", "tools")
     tools = [_as_template_takes(tool) for tool in text_request.tools] if text_request.choosing != "none" else []
-    render = partial(
-        served.tokenizer.apply_template, text_request.messages, tools=tools or None, **text_request.template_values
-    )
+    reader, images = served.images, images_of(text_request.messages)
+    if images and reader is None:
+        raise _reads_no_images(served)
+    measured = [] if reader is None or not images else await reader.measured(images)
+    messages = text_request.messages if reader is None else reader.template_messages(text_request.messages)
+    render = partial(served.tokenizer.apply_template, messages, tools=tools or None, **text_request.template_values)
     long = sum(len(message.get("content") or "") for message in text_request.messages) > _LONG_TEXT
     began = time.monotonic()
     text = await asyncio.to_thread(render) if long else render()
     rendered = time.monotonic()
     tokens = await tokens_of(served, text, "messages", chat_of=exchange.caller.tenant)
+    placed: tuple[PromptImage, ...] = ()
+    if reader is not None and measured:
+        tokens, placed = reader.placed(tokens, measured)
+        if len(tokens) >= served.context:
+            raise _too_long(served, str(len(tokens)), "messages", answered=True)
     timeline = exchange.timeline
     timeline.part("shape", "template", began, rendered)
     timeline.part("shape", "tokenise", rendered, tokens=len(tokens))
-    return [Prompt(tokens, plain(text[-256:]))]
+    return [Prompt(tokens, plain(text[-256:]), placed)]
+
+
+def _reads_no_images(served: ServedVariant) -> ApiError:
+    why = served.no_images or "It reads text only: remove the images, or use a model that reads them."
+    return ApiError(f"'{served.name}' does not read images. {why}", parameter="messages", code="unsupported_parameter")
 
 
 def _as_template_takes(tool: Tool) -> dict[str, Any]:
@@ -307,7 +328,20 @@ async def _predicted_tokens(exchange: Exchange) -> tuple[int, ...]:
     return tuple(tokens[: served.context])
 
 
-def _request(exchange: Exchange, prompt: Prompt, prediction: tuple[int, ...]) -> GenerationRequest:
+async def _image_rows(exchange: Exchange, prompt: Prompt) -> tuple[ImageRows, ...]:
+    """Return the features of a prompt's images."""
+    reader = exchange.served.images
+    if not prompt.images or reader is None:
+        return ()
+    began = time.monotonic()
+    rows = await reader.rows(exchange.caller.tenant, prompt.images)
+    exchange.timeline.part("generate", "images", began, tokens=prompt.image_tokens)
+    return rows
+
+
+def _request(
+    exchange: Exchange, prompt: Prompt, prediction: tuple[int, ...], images: tuple[ImageRows, ...]
+) -> GenerationRequest:
     text_request, served, caller = exchange.text_request, exchange.served, exchange.caller
     tokenizer = served.tokenizer
     room = served.context - len(prompt.tokens)
@@ -331,6 +365,7 @@ def _request(exchange: Exchange, prompt: Prompt, prediction: tuple[int, ...]) ->
         text_request,
         id="",  # the engine's client assigns its own
         prompt=prompt.tokens,
+        images=images,
         prediction=prediction,
         eos_ids=tokenizer.eos_ids,
         max_tokens=room if most is None else min(most, room),

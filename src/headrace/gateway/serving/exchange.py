@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from headrace.gateway.images.image_reader import PromptImage
 from headrace.gateway.requests.text_request import SourceText, TextRequest, TokenUsage, combine_usages
 from headrace.observe.traces.timeline import GenerationTimes, Timeline
 
@@ -33,6 +34,12 @@ class Prompt(NamedTuple):
 
     tokens: tuple[int, ...]
     tail: str  # the end of its text
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens whose embeddings are features of images."""
+        return sum(image.tokens for image in self.images)
 
 
 class Exchange(msgspec.Struct, kw_only=True):

@@ -34,6 +34,9 @@ _FILES: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "additional_chat_templates/tool_use.jinja",
 )
 # Weights are sampled: to read gigabytes would double the time of a start. Each tensor's name, type and shape count, and

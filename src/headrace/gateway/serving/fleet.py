@@ -162,6 +162,9 @@ class Fleet:
                 task.cancel()
             for task in list(self._retiring):
                 ending.push_async_callback(asyncio.gather, task, return_exceptions=True)
+            for served in self.served.values():
+                if served.images is not None:
+                    ending.push_async_callback(served.images.close)
             for each in self._runs.values():
                 ending.push_async_callback(each.close)
 

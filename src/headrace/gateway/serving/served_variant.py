@@ -14,6 +14,7 @@ import msgspec
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.images.image_reader import ImageReader
 from headrace.gateway.output.reasoning import ReasoningFormat
 from headrace.gateway.output.tool_formats import ToolFormat
 from headrace.gateway.upstreams.upstream import Upstream
@@ -77,6 +78,8 @@ class ServedVariant(msgspec.Struct, kw_only=True):
     surface: str = "chat"
     deadlines: Mapping[str, float] = {}  # seconds, by surface
     ranking: RankingSpec | None = None  # of a reranker
+    images: ImageReader | None = None  # None: it reads text only, or the upstream reads them
+    no_images: str = ""  # why it reads none, where its files have an image part
     prompts: Prompts = Prompts()  # texts that an embedder puts before its input
     special_tokens: bool = False  # whether a prompt of a completion may hold control tokens
     upstream: Upstream | None = None  # serves it in place of an engine

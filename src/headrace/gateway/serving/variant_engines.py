@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from headrace.config import Config, ModelConfig, ServerConfig
 from headrace.engine.executors.cpu_executor import default_context
+from headrace.engine.executors.image_encoder import ImageEncoder
 from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.supervisor import SupervisorTimeouts
 from headrace.engine.process.worker_address import WorkerTls
+from headrace.errors import HeadraceError
+from headrace.gateway.images.image_reader import ImageReader, encoder_threads
 from headrace.gateway.output.reasoning import detect_reasoning_format, reasoning_format_by_name
 from headrace.gateway.output.tool_formats import detect_tool_format, tool_format_by_name
 from headrace.gateway.serving import fingerprint
@@ -21,8 +25,13 @@ from headrace.gateway.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import AUTOS
+from headrace.models.vision.pixels import require_pillow
+from headrace.models.vision.vision_folder import has_vision, open_vision
+from headrace.models.weight_cache import cache_folder
 from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant
+
+log: Final = logging.getLogger(__name__)
 
 
 class Runs(Protocol):
@@ -158,7 +167,30 @@ def served_by_engine(name: str, model: ModelConfig, engine: VariantEngine, confi
         prompts=folder.prompts,
         special_tokens=model.special_tokens == "completions",
         description=_description(folder, engine.variant),
+        **_images(name, folder, engine, config),
     )
+
+
+def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Config) -> dict[str, Any]:
+    """Return the fields of a variant that say what it makes of images."""
+    if not has_vision(folder.path):
+        architecture = folder.spec.architecture
+        unread = architecture.endswith("ForConditionalGeneration")
+        return {"no_images": f"Headrace loads no image part of {architecture}. Send text only."} if unread else {}
+    try:
+        require_pillow()
+    except HeadraceError as error:
+        log.warning("'%s' reads no images. %s", name, error)
+        return {"no_images": str(error)}
+    variant = engine.variant
+    encoder = ImageEncoder(
+        vision := open_vision(folder.path),
+        threads=encoder_threads(config.images),
+        isa=variant.isa,
+        arithmetic=variant.arithmetic,
+        cache=cache_folder() if variant.cache else None,
+    )
+    return {"images": ImageReader(name, vision, encoder, engine.tokenizer, config.images)}
 
 
 def _description(folder: ModelFolder, variant: Variant) -> ModelDescription:

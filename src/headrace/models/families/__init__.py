@@ -45,6 +45,7 @@ from headrace.models.families.decoder import check_size
 from headrace.models.families.encoders import bert, eurobert, modernbert, mpnet, nomic, roberta
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
+from headrace.models.families.vision import idefics3
 from headrace.models.sentence_files import read_max_tokens, read_pooling
 from headrace.models.spec import ModelSpec
 
@@ -63,6 +64,7 @@ __all__ = [
 FAMILIES: tuple[Family, ...] = (
     llama,
     llama4,
+    idefics3,
     qwen,
     qwen_next,
     gemma1,

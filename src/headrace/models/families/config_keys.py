@@ -38,6 +38,7 @@ _ELSEWHERE: Final = frozenset(
 _PATTERNS: Final = re.compile(
     r"_.*|.*_token_ids?|.*_token_index|.*dropout|.*_pdrop|.*_dropout_prob|pooler_.*|summary_.*|.*_loss_coef"
 )
+_PARTS: Final = ("", "text_config.", "vision_config.", "attn_config.")
 # Of the rope's table: kinds share them, and each reads what it needs.
 _ROPES: Final = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 _ROPE: Final = frozenset({"type", "rope_type", "rope_theta", "original_max_position_embeddings", "finetuned", "factor"})
@@ -49,7 +50,7 @@ def check_keys(config: ConfigJson, ignored: Iterable[str] = ()) -> None:
     for prefix, key, value in config.unread():
         if value is None or value is False or value in ({}, [], ""):
             continue
-        if prefix in ("", "text_config.", "attn_config.") and (key in known or _PATTERNS.fullmatch(key)):
+        if prefix in _PARTS and (key in known or _PATTERNS.fullmatch(key)):
             continue
         if key in _ROPE and prefix.removesuffix(".").rpartition(".")[2] in _ROPES:
             continue

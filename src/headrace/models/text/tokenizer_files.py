@@ -122,6 +122,9 @@ def _templates(folder: Path, config: Mapping[str, object]) -> TemplateSources:
             sources[name] = (source, path)
     elif value is not None:
         raise ModelError("Key 'chat_template' must be a string or a list of objects with name and template.", path=path)
+    processor = folder / "chat_template.json"  # of models that read images
+    if processor.exists() and isinstance(source := read_json(processor).get("chat_template"), str):
+        sources["default"] = (source, processor)
     for name, place in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
         if (folder / place).exists():
             sources[name] = (read_text(folder / place, limit=TEMPLATE_LIMIT), folder / place)

@@ -48,6 +48,7 @@ from headrace.server.api.common_parameters import (
     select_grammar,
 )
 from headrace.server.api.foreign_parameters import CHAT, with_foreign
+from headrace.server.api.image_parts import MessageContent, chat_image
 from headrace.server.api.text_endpoint import Dialect, text_route
 from headrace.server.api.tool_parameters import (
     ToolName,
@@ -250,7 +251,7 @@ def template_messages(messages: Sequence[ChatInputMessage], limits: RequestLimit
 
 def _template_message(message: ChatInputMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": join_content(message.content, where)}
+    plain: dict[str, Any] = {"role": role, **_content(message.content, role, where)}
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid_request(f"'{where}' has the role tool but no tool_call_id.", f"{where}.tool_call_id")
     if message.content is None and message.role != "assistant":
@@ -283,16 +284,26 @@ def _template_call(call: ChatToolCall, where: str) -> dict[str, Any]:
 
 
 def join_content(content: str | list[ChatContentPart] | None, where: str) -> str:
+    return _content(content, "", where)["content"]
+
+
+def _content(content: str | list[ChatContentPart] | None, role: str, where: str) -> dict[str, Any]:
     if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
+        return {"content": content or ""}
+    found = MessageContent()
     for index, part in enumerate(content):
+        path = f"{where}.content[{index}]"
+        if part.type == "image_url":
+            found.add_image(chat_image(part.image_url, f"{path}.image_url"))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal", "input_text", "output_text") or text is None:
-            path = f"{where}.content[{index}]"
-            raise invalid_request(f"'{path}' is of type '{part.type[:100]}'. Models read text only.", path)
-        texts.append(text)
-    return "\n".join(texts)
+            raise invalid_request(
+                f"'{path}' is of type '{part.type[:100]}'. Expected text or, for a model that reads images, image_url.",
+                path,
+            )
+        found.add_text(text, path)
+    return found.fields(role, where)
 
 
 def _read_tools(tools: Sequence[ChatTool], limits: RequestLimits) -> tuple[Tool, ...]:

@@ -41,6 +41,7 @@ from headrace.server.api.common_parameters import (
     read_thinking,
     select_grammar,
 )
+from headrace.server.api.image_parts import MessageContent, anthropic_image, joined
 from headrace.server.api.messages_parameters import (
     COUNT_TOKENS_PARAMETERS,
     MESSAGE_PARAMETERS,
@@ -228,9 +229,10 @@ def _add(plain: list[dict[str, Any]], turn: dict[str, Any]) -> None:
     if not plain or last["role"] != turn["role"] or turn["role"] == "tool":
         plain.append(turn)
         return
-    for name in ("content", "reasoning_content"):
-        if turn.get(name):
-            last[name] = f"{last[name]}\n{turn[name]}" if last.get(name) else turn[name]
+    last.update(joined(last, turn))
+    if reasoning := turn.get("reasoning_content"):
+        before = last.get("reasoning_content")
+        last["reasoning_content"] = f"{before}\n{reasoning}" if before else reasoning
     if "tool_calls" in turn:
         last["tool_calls"] = last.get("tool_calls", []) + turn["tool_calls"]
 
@@ -255,7 +257,17 @@ def _user_messages(blocks: Sequence[ContentBlock], where: str, calls: dict[str, 
         if block.is_error:
             text = f"Error: {text}"  # chat templates have no field for it
         results.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id, "name": name})
-    return [*results, {"role": "user", "content": _join_text(rest, where)}] if rest else results
+    return [*results, {"role": "user", **_content(rest, where)}] if rest else results
+
+
+def _content(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
+    found = MessageContent()
+    for index, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            found.add_image(anthropic_image(block.source, f"{where}[{index}]"))
+        else:
+            found.add_text(_join_text([block], where), where)
+    return found.fields("user", where)
 
 
 def _assistant_message(blocks: Sequence[ContentBlock], where: str) -> dict[str, Any]:
@@ -293,8 +305,10 @@ def _join_text(blocks: Sequence[ContentBlock | ToolReferenceBlock], where: str) 
             continue
         if not isinstance(block, TextBlock):
             kind = type(block).__struct_config__.tag
-            if isinstance(block, (ImageBlock, DocumentBlock, SearchResultBlock)):
-                raise invalid_request(f"'{where}' has a block of type '{kind}'. Models read text only.", where)
+            if isinstance(block, ImageBlock):
+                raise invalid_request(f"'{where}' has an image. Only a user's own content can have images.", where)
+            if isinstance(block, (DocumentBlock, SearchResultBlock)):
+                raise invalid_request(f"'{where}' has a block of type '{kind}'. Models read text and images.", where)
             raise invalid_request(f"'{where}' has a block of type '{kind}', which is not allowed here.", where)
         texts.append(block.text)
     return "\n".join(texts)

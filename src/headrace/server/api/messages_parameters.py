@@ -41,8 +41,9 @@ class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking", f
     data: str = ""  # encrypted by another service, so the model does not see it
 
 
-class ImageBlock(Struct, tag_field="type", tag="image"):
-    pass
+class ImageBlock(Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
+    source: Any = None
+    cache_control: Any = None
 
 
 class DocumentBlock(Struct, tag_field="type", tag="document"):

@@ -14,6 +14,7 @@ from msgspec import Struct
 from headrace.config import RequestLimits
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.server.api.common_parameters import check_count
+from headrace.server.api.image_parts import MessageContent, responses_image
 from headrace.server.api.response_tools import custom_arguments, qualified_name
 from headrace.server.api.tool_parameters import decode_arguments
 from headrace.server.http.body_parameters import convert_value, drop_nulls
@@ -107,7 +108,7 @@ def _item(given: dict[str, Any], where: str, unknown: UnknownFields) -> dict[str
             parts = (
                 [content_part(own, content)]
                 if isinstance(content, str)
-                else _parts(content, f"{where}.content", unknown)
+                else _parts(content, f"{where}.content", unknown, images=message.role == "user")
             )
             found = {"id": message.id or new_id("msg"), "role": message.role, "content": parts}
             return {"type": kind, "status": message.status or "completed", **found}
@@ -144,7 +145,9 @@ def _item(given: dict[str, Any], where: str, unknown: UnknownFields) -> dict[str
             raise ApiError(why, parameter=f"{where}.type", code="unsupported_parameter")
 
 
-def _parts(given: Sequence[dict[str, Any]], where: str, unknown: UnknownFields) -> list[dict[str, Any]]:
+def _parts(
+    given: Sequence[dict[str, Any]], where: str, unknown: UnknownFields, *, images: bool = False
+) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for place, each in enumerate(given):
         at = f"{where}[{place}]"
@@ -153,8 +156,13 @@ def _parts(given: Sequence[dict[str, Any]], where: str, unknown: UnknownFields) 
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             parts.append(content_part("output_text", part["refusal"]))
             continue
+        if kind == "input_image" and images:
+            image = responses_image(part, at)
+            parts.append({"type": kind, "image_url": image["url"], "detail": image.get("detail", "auto")})
+            continue
         if kind not in _TEXTS:
-            raise invalid_request(f"'{at}' is of type '{str(kind)[:100]}'. Models read text only.", f"{at}.type")
+            accepted = "input_text or, for a model that reads images, input_image" if images else "a text"
+            raise invalid_request(f"'{at}' is of type '{str(kind)[:100]}'. Expected {accepted}.", f"{at}.type")
         parts.append(content_part(kind, convert_value(part, ItemContentPart, at, unknown).text))
     return parts
 
@@ -182,7 +190,7 @@ def items_to_messages(instructions: str | None, items: Sequence[Any], *, whole: 
                 if role == "system" and messages and messages[-1]["role"] == "system":
                     _append(messages[-1], "content", _text_of(item["content"]))  # many templates allow only one
                 else:
-                    messages.append({"role": role, "content": _text_of(item["content"])})
+                    messages.append({"role": role, **_content_of(item["content"], role)})
             case "reasoning":
                 if text := _text_of(item["content"] or item["summary"]):
                     _append(_assistant(messages), "reasoning_content", text)
@@ -222,6 +230,16 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _append(message: dict[str, Any], name: str, text: str) -> None:
     message[name] = f"{message[name]}\n{text}" if message.get(name) else text
+
+
+def _content_of(parts: Sequence[Mapping[str, Any]], role: str) -> dict[str, Any]:
+    found = MessageContent()
+    for part in parts:
+        if part["type"] == "input_image":
+            found.add_image({"url": part["image_url"], "detail": part["detail"]})
+        else:
+            found.add_text(part["text"], "input")
+    return found.fields(role, "input")
 
 
 def _text_of(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from headrace.config import RequestLimits
 from headrace.gateway.accounts.access import find_model
 from headrace.gateway.api_errors import invalid_request
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.serving.engine_answering import tokens_of
 from headrace.gateway.serving.served_variant import ServedVariant, no_tokens
 from headrace.models.text.tokenizer import Tokenizer
@@ -53,8 +54,15 @@ async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str,
         raise no_tokens(served.name)
     if "messages" in given:
         ends = given.get("add_generation_prompt", True)
-        text = tokenizer.apply_template(template_messages(given["messages"], _LIMITS), add_generation_prompt=ends)
+        messages, reader = template_messages(given["messages"], _LIMITS), served.images
+        images = images_of(messages)
+        if images and reader is None:
+            raise invalid_request(f"'{served.name}' does not read images. Send text only.", "messages")
+        shown = messages if reader is None else reader.template_messages(messages)
+        text = tokenizer.apply_template(shown, add_generation_prompt=ends)
         tokens = await tokens_of(served, text, "messages", whole=True)
+        if images and reader is not None:
+            tokens, _ = reader.placed(tokens, await reader.measured(images))
     else:
         whole = not given.get("add_special_tokens", True)
         prompt = served.prompt_text(given["prompt"])

@@ -182,10 +182,13 @@ def test_calls_and_results_without_ids_are_matched_by_name_and_order() -> None:
     assert (messages[7]["tool_call_id"], messages[7]["name"]) == ("call_4", "d")
 
 
-def test_images_are_rejected_by_name() -> None:
+def test_images_come_before_the_text_of_a_users_message() -> None:
     assert chat(messages=[{"role": "user", "content": "Hello", "images": []}]).text_request.messages == HELLO
-    error = refused(chat, messages=[*HELLO, {"role": "user", "content": "?", "images": ["aGk="]}])
-    assert (error.parameter, error.code) == ("messages[1].images", "unsupported_parameter")
+    messages = chat(messages=[{"role": "user", "content": "?", "images": ["aGk="]}]).text_request.messages
+    assert messages == [{"role": "user", "content": "\ufffc?", "images": [{"url": "data:image/png;base64,aGk="}]}]
+    error = refused(chat, messages=[{"role": "system", "content": "?", "images": ["aGk="]}])
+    assert error.parameter == "messages[0]"
+    assert refused(chat, messages=[{"role": "user", "images": [1]}]).parameter == "messages[0].images[0]"
     assert refused(generate, prompt="?", images=["aGk="]).parameter == "images"
 
 

@@ -161,7 +161,7 @@ def test_a_format_holds_the_answer(form: dict[str, Any], kind: str, text: str) -
         ({"input": []}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [RESULT]}, "input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),

@@ -18,6 +18,7 @@ import msgspec
 
 from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY, SamplingParams
 from headrace.gateway.api_errors import invalid_request
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 
 if TYPE_CHECKING:
@@ -89,11 +90,13 @@ def cache_key_for(
     prompts: Sequence[Sequence[int]] | None,
     seeded: bool,
     policy: str = "",
+    images: Sequence[bytes] = (),
 ) -> CacheKey | None:
     """Return the key of a request; None if part of the request cannot be encoded. ApiError for invalid tags.
 
     `prompts`: the tokens; None for an upstream, whose tokens are unknown. `seeded`: the client chose the seed; random
     seeds are not in the key. `policy`: a version of whatever else shapes answers; a new one finds no old entries.
+    `images`: digests of the prompts' images, whose tokens are all the same.
     """
     tags = cache_tags(text_request)
     greedy = text_request.sampling.temperature <= 0.0
@@ -113,7 +116,11 @@ def cache_key_for(
         [_in_order(value) for value in _sampling_values(text_request.sampling, greedy=greedy, seeded=seeded)],
         None if prompts is None else [len(prompt) for prompt in prompts],
     ]
+    if images:
+        parts.append(images)
     if prompts is None:
+        if any(not image["url"].startswith("data:") for image in images_of(text_request.messages)):
+            return None  # what is there may change
         parts.append(_prompt_values(text_request))
     try:
         digest = hashlib.sha256(_encode(parts))

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.serving.exchange import Exchange, Prompt
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -40,6 +41,8 @@ class TokenizedPrompts:
         text_request, served = exchange.text_request, exchange.served
         if text_request.messages is None or served.upstream is not None or served.tokenizer.uses_clock:
             return None
+        if images_of(text_request.messages):
+            return None  # where they are is not kept, and those of a URL may change
         tools = None if text_request.choosing == "none" else text_request.tools
         ingredients = (exchange.caller.tenant, served.name, text_request.messages, tools, text_request.template_values)
         try:

@@ -15,6 +15,7 @@ import msgspec
 from headrace.engine.interface.sampling import UNUSED_WHEN_GREEDY
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.thresholds import Evidence
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import Choice, ChoiceDelta, TextRequest, TokenUsage
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
@@ -95,6 +96,8 @@ def semantic_key_for(
         return "no question"
     if len(question) > longest:
         return "long"
+    if any(not image["url"].startswith("data:") for image in images_of(text_request.messages)):
+        return "images"  # what is there may change
     if not tools and (text_request.tools or _has_tools(text_request.messages)):
         return "tools"
     sampling = text_request.sampling

@@ -7,7 +7,7 @@ otherwise; each message counts a few more for what the template puts around it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -22,6 +22,7 @@ from headrace.gateway.degradation.shaping.sources import (
     insert_sources,
     select_sources,
 )
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.served_variant import ServedVariant
 
@@ -72,6 +73,15 @@ def _may_have_sources(message: ChatMessage) -> bool:
     return "<source" in (message.get("content") or "") or str(message.get("name") or "").startswith("source")
 
 
+async def _image_tokens(messages: Sequence[ChatMessage], served: ServedVariant) -> dict[str, int]:
+    """Return the tokens of each image, by its URL. An upstream's are unknown and count nothing."""
+    images = images_of(messages)
+    if not images or served.images is None:
+        return dict.fromkeys((image["url"] for image in images), 0)
+    measured = await served.images.measured(images)
+    return {image["url"]: served.images.tokens_of(each) for image, each in zip(images, measured, strict=True)}
+
+
 async def fit_request(
     text_request: TextRequest,
     served: ServedVariant,
@@ -91,14 +101,17 @@ async def fit_request(
     if (
         sum(len(message.get("content") or "") + _TEMPLATE_TOKENS for message in messages) < most
         and not text_request.tools
+        and not images_of(messages)
     ):
         return FittedRequest(text_request)  # it fits: no token is shorter than a character
     count_text = text_token_counter(served)
+    sizes = await _image_tokens(messages, served)
 
     def count(message: ChatMessage) -> int:
         calls = message.get("tool_calls")
         call_tokens = count_text(msgspec.json.encode(calls).decode()) if calls else 0
-        return count_text(message.get("content") or "") + call_tokens + _TEMPLATE_TOKENS
+        image_tokens = sum(sizes[image["url"]] for image in message.get("images") or ())
+        return count_text(message.get("content") or "") + call_tokens + image_tokens + _TEMPLATE_TOKENS
 
     overhead = _TEMPLATE_TOKENS + sum(
         count_text(msgspec.json.encode((tool.name, tool.description, tool.parameters)).decode()) + 2 * _TEMPLATE_TOKENS

@@ -17,6 +17,7 @@ import msgspec
 from headrace.config.upstream_section import UpstreamConfig, UpstreamFeatures
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.gateway.api_errors import ApiError, invalid_request
+from headrace.gateway.images.message_images import upstream_parts
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.serving.exchange import Exchange
 
@@ -178,6 +179,10 @@ def _message(message: Mapping[str, Any], takes: UpstreamFeatures) -> dict[str, A
     """Convert a message from the shape of chat templates to the shape of the API."""
     role = message["role"]
     plain: dict[str, Any] = {"role": role, "content": message.get("content") or ""}
+    if message.get("images"):
+        if not takes.images:
+            raise _unsupported("messages", "the upstream of this model does not take images")
+        plain["content"] = upstream_parts(message)
     if role == "tool":
         plain["tool_call_id"] = message.get("tool_call_id", "")
     elif "name" in message:

@@ -96,7 +96,7 @@ OPTION_PARAMETERS: Final[ParameterTable] = {
 }
 
 _KEEP_ALIVE: Final = Parameter("Accepted and ignored: models stay loaded.", float | str)
-_IMAGES: Final = Parameter("", unsupported="the models served here read text only", no_op_values=([],))
+_IMAGES: Final = Parameter("", unsupported="send images in a message of /api/chat", no_op_values=([],))
 _ONLY_TEXT: Final = Parameter("", unsupported="the models served here write text only")
 
 _TEXT: Final[ParameterTable] = {

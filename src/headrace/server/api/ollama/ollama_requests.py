@@ -25,6 +25,7 @@ from headrace.server.api.common_parameters import (
     parse_stops,
     select_grammar,
 )
+from headrace.server.api.image_parts import MessageContent, ollama_image
 from headrace.server.api.ollama.conversation_context import decode_context
 from headrace.server.api.ollama.ollama_parameters import (
     CHAT_PARAMETERS,
@@ -35,7 +36,7 @@ from headrace.server.api.ollama.ollama_parameters import (
     OllamaToolCall,
 )
 from headrace.server.api.tool_parameters import check_tools, decode_arguments
-from headrace.server.http.body_parameters import parse_body, parse_parameters, unsupported_parameter
+from headrace.server.http.body_parameters import parse_body, parse_parameters
 from headrace.server.http.unknown_fields import STRICT, UnknownFields
 
 # Ollama's defaults, as far as every upstream takes the parameter.
@@ -175,9 +176,7 @@ def _template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]
     numbered = 0
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if message.images:
-            raise unsupported_parameter(f"{where}.images", "the models served here read text only")
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        turn: dict[str, Any] = {"role": message.role, **_content(message, where)}
         if message.tool_calls and message.role != "assistant":
             raise invalid_request(f"'{where}' has tool_calls but is not an assistant message.", f"{where}.tool_calls")
         if message.role == "assistant":
@@ -203,6 +202,15 @@ def _template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]
                 turn["name"] = name
         plain.append(turn)
     return plain
+
+
+def _content(message: OllamaMessage, where: str) -> dict[str, Any]:
+    """Return the content with the images before the text, as Ollama puts them."""
+    found = MessageContent()
+    for index, image in enumerate(message.images or ()):
+        found.add_image(ollama_image(image, f"{where}.images[{index}]"))
+    found.add_text(message.content or "", f"{where}.content")
+    return found.fields(message.role, where)
 
 
 def _called_function(call: OllamaToolCall) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""ImageRows: the features of an image in a request, and what the prefix cache knows their tokens by.
+
+Encoding an image is not done here: features come ready from the gateway. Does not know blocks or pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from headrace.errors import RequestError
+
+_POSITIVE: Final = 2**63 - 1
+
+
+class ImageRows(msgspec.Struct, frozen=True):
+    """Features of an image, or of a part of one, that take the place of prompt tokens' embeddings."""
+
+    start: int  # first prompt token
+    count: int  # of tokens
+    digest: bytes  # of the image and the part: the same digest means the same features
+    data: bytes  # f32, little-endian, [count, hidden]
+
+
+def image_token_ids(digest: bytes, count: int) -> list[int]:
+    """Return negative numbers that stand for an image's tokens. Each holds 63 other bits of the digest, so different
+    images share no KV, and the same image does."""
+    bits = array("q", hashlib.shake_256(digest).digest(8 * count))
+    return [-1 - (each & _POSITIVE) for each in bits]
+
+
+def check_images(images: Sequence[ImageRows], prompt_tokens: int, hidden_size: int) -> None:
+    """Raise RequestError for images that do not fit the prompt or the model."""
+    end = 0
+    for image in images:
+        if image.count < 1 or image.start < end or image.start + image.count > prompt_tokens:
+            raise RequestError("The tokens of an image are outside the prompt or overlap.", parameter="images")
+        end = image.start + image.count
+        if len(image.data) != image.count * hidden_size * 4:
+            raise RequestError(
+                f"An image of {image.count} tokens has {len(image.data)} bytes of features. Expected "
+                f"{image.count * hidden_size * 4}.",
+                parameter="images",
+            )

@@ -1,0 +1,206 @@
+"""ImageReader: what one model makes of images: their tokens in a prompt, and their features.
+
+Sizes and tokens are known from a file's header, so limits and caches come before an image is decoded and encoded. The
+encoder has threads of its own; at most `images.queued` images wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from headrace.config.images_section import ImagesConfig
+from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.engine.executors.image_encoder import ImageEncoder
+from headrace.engine.interface.image_rows import ImageRows
+from headrace.errors import HeadraceError
+from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
+from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
+from headrace.gateway.images.image_fetch import fetch_image
+from headrace.gateway.images.message_images import decode_data_url, template_parts
+from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.vision.image_layout import TileGrid
+from headrace.models.vision.pixels import measure, read_tiles
+from headrace.models.vision.vision_folder import VisionFolder
+from headrace.observe import metrics
+
+_MOST_BYTES: Final = 48 * 1024 * 1024  # of one request's features: they travel in one message to the worker
+
+
+class MeasuredImage(msgspec.Struct, frozen=True):
+    data: bytes
+    digest: bytes
+    grid: TileGrid
+
+
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image of a prompt. `starts`: the first token of each tile."""
+
+    image: MeasuredImage
+    starts: tuple[int, ...]
+    tile_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.starts) * self.tile_tokens
+
+
+class ImageReader:
+    def __init__(
+        self, name: str, vision: VisionFolder, encoder: ImageEncoder, tokenizer: Tokenizer, config: ImagesConfig
+    ) -> None:
+        self._name = name
+        self._tower = vision.tower
+        self._layout = vision.layout
+        self._encoder = encoder
+        self._tokenizer = tokenizer
+        self._config = config
+        self._cache = FeatureCache(config.cache_bytes, name)
+        self._running: dict[FeatureKey, asyncio.Future[Tiles]] = {}
+        self._image_text = tokenizer.decode([self._tower.image_token], skip_special_tokens=False)
+        template = tokenizer.template
+        self._takes_parts = template is not None and "type" in template.source
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._encoder.close)
+
+    # Shape
+
+    async def measured(self, images: Sequence[dict[str, Any]]) -> list[MeasuredImage]:
+        """Return the images' bytes and sizes. ApiError for one that is malformed or out of bounds."""
+        most = self._config.count
+        if len(images) > most:
+            raise invalid_request(f"The messages have {len(images)} images. Expected at most {most}.", "messages")
+        return [await self._measured(image["url"]) for image in images]
+
+    async def _measured(self, url: str) -> MeasuredImage:
+        config = self._config
+        if url.startswith("data:"):
+            return await asyncio.to_thread(self._read, partial(decode_data_url, url, config.bytes))
+        data = await fetch_image(url, config)
+        return await asyncio.to_thread(self._read, lambda: data)
+
+    def _read(self, source: Any) -> MeasuredImage:
+        data: bytes = source()
+        try:
+            size = measure(data, self._config.pixels)
+        except HeadraceError as error:
+            raise _about_messages(error) from None
+        return MeasuredImage(data, hashlib.sha256(data).digest(), self._layout.grid(size))
+
+    def template_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages as the model's template takes them: with parts, or with the image's token in the text."""
+        found: list[dict[str, Any]] = []
+        for message in messages:
+            plain = {name: value for name, value in message.items() if name != "images"}
+            if self._takes_parts and not message.get("tool_calls"):
+                plain["content"] = template_parts(message)
+            elif message.get("images"):
+                raise invalid_request(f"The chat template of '{self._name}' has no place for images.", "messages")
+            found.append(plain)
+        return found
+
+    def placed(
+        self, tokens: Sequence[int], images: Sequence[MeasuredImage]
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return the tokens with each image's own in place of its mark, and where they are."""
+        mark = self._tower.image_token
+        if tokens.count(mark) != len(images):
+            raise invalid_request(
+                f"The chat template of '{self._name}' has places for {tokens.count(mark)} of {len(images)} images in "
+                "these messages. Put images into messages of the role user.",
+                "messages",
+            )
+        found: list[int] = []
+        placed: list[PromptImage] = []
+        rest = iter(images)
+        for token in tokens:
+            if token != mark:
+                found.append(token)
+                continue
+            image = next(rest)
+            own = self._tokenizer.encode(self._layout.text(image.grid, self._image_text), False)
+            marks = [len(found) + place for place, each in enumerate(own) if each == mark]
+            size = self._layout.tile_tokens
+            if len(marks) != size * image.grid.tiles:
+                raise invalid_request(f"The tokenizer of '{self._name}' does not know the image token.", "messages")
+            placed.append(PromptImage(image, tuple(marks[::size]), size))
+            found += own
+        return tuple(found), tuple(placed)
+
+    def tokens_of(self, image: MeasuredImage) -> int:
+        """Return how many tokens take an image's place, about: those around its tiles are counted as three each."""
+        return image.grid.tiles * (self._layout.tile_tokens + 3)
+
+    # Generate
+
+    async def rows(self, tenant: str, images: Sequence[PromptImage]) -> tuple[ImageRows, ...]:
+        """Return the images' features, from the cache or encoded now. ApiError if one cannot be decoded, or if too
+        many wait."""
+        size = self._layout.tile_tokens
+        needed = sum(each.tokens for each in images) * self._tower.width * 4
+        if needed > _MOST_BYTES:
+            raise invalid_request(
+                f"The images' features take {needed} bytes. Expected at most {_MOST_BYTES}. Send fewer images.",
+                "messages",
+            )
+        tiles = await asyncio.gather(*(self._features(tenant, each.image) for each in images))
+        return tuple(
+            ImageRows(start, size, hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8])).digest(), data)
+            for each, found in zip(images, tiles, strict=True)
+            for place, (start, data) in enumerate(zip(each.starts, found, strict=True))
+        )
+
+    async def _features(self, tenant: str, image: MeasuredImage) -> Tiles:
+        key = FeatureKey(tenant, image.digest)
+        found = self._cache.find(key)
+        if found is not None:
+            return found
+        running = self._running.get(key)
+        if running is None:
+            if len(self._running) >= self._config.queued:
+                raise ApiError(
+                    f"{len(self._running)} images wait to be encoded. Try again later.",
+                    kind="overloaded_error",
+                    code="overloaded",
+                    retry_after=1.0,
+                )
+            running = self._running[key] = asyncio.ensure_future(self._encoded(key, image))
+            running.add_done_callback(lambda task: self._ended(key, task))
+            metrics.images_waiting.labels(self._name).set(len(self._running))
+        try:
+            return await asyncio.shield(running)
+        except HeadraceError as error:
+            raise _about_messages(error) from None
+
+    async def _encoded(self, key: FeatureKey, image: MeasuredImage) -> Tiles:
+        began = time.monotonic()
+        read = partial(read_tiles, image.data, self._layout, self._config.pixels)
+        features = await asyncio.wrap_future(self._encoder.submit(read))
+        metrics.image_seconds.labels(self._name).observe(time.monotonic() - began)
+        tiles = tuple(np.ascontiguousarray(tile, dtype="<f4").tobytes() for tile in features)
+        self._cache.keep(key, tiles)
+        return tiles
+
+    def _ended(self, key: FeatureKey, task: asyncio.Future[Tiles]) -> None:
+        self._running.pop(key, None)
+        metrics.images_waiting.labels(self._name).set(len(self._running))
+        if not task.cancelled():
+            task.exception()  # seen, whether or not a client still waits
+
+
+def encoder_threads(config: ImagesConfig) -> int:
+    return max(1, usable_cores() // 4) if config.threads is None else config.threads
+
+
+def _about_messages(error: HeadraceError) -> ApiError:
+    found = as_api_error(error)
+    found.parameter = "messages"
+    return found
