@@ -181,13 +181,6 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   });
 }
 
-// A model and the buffers that its weights point into.
-struct BoundModel {
-  std::unique_ptr<Model> model;
-  nb::object tensors;
-  nb::object pool;
-};
-
 void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::object pool, int64_t max_rows,
                 const std::string& isa) {
   tensors =
@@ -216,8 +209,8 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
 
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
-          MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::object states,
-          nb::object state_slots, nb::object features, nb::object feature_rows) {
+          MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
+          nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -264,17 +257,31 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     if (static_cast<int64_t>(seconds.size()) != args.sequences) refuse("second_texts must have one entry a sequence");
     args.second_texts = seconds.data();
   }
-  Array<int32_t, 1> slots;
+  Array<int32_t, 1> states_of;
   if (!states.is_none()) {
     try {
       args.states = &nb::cast<States&>(states);
-      slots = nb::cast<Array<int32_t, 1>>(state_slots, false);
+      states_of = nb::cast<Array<int32_t, 1>>(state_slots, false);
     } catch (const nb::cast_error&) {
       refuse("states must be States, and state_slots an array of i32");
     }
-    check_natural(slots, "state_slots");
-    if (static_cast<int64_t>(slots.size()) != args.sequences) refuse("state_slots must have one entry a sequence");
-    args.state_slots = slots.data();
+    check_natural(states_of, "state_slots");
+    if (static_cast<int64_t>(states_of.size()) != args.sequences) refuse("state_slots must have one entry a sequence");
+    args.state_slots = states_of.data();
+  }
+  const std::vector<const Adapter*> adapter_list = adapters_of(std::move(adapters));
+  Array<int32_t, 1> slot_array;
+  if (!slots.is_none()) {
+    try {
+      slot_array = nb::cast<Array<int32_t, 1>>(slots, false);
+    } catch (const nb::cast_error&) {
+      refuse("slots must be an array of i32 or None");
+    }
+    check_natural(slot_array, "slots");
+    if (static_cast<int64_t>(slot_array.size()) != args.sequences) refuse("slots must have one entry a sequence");
+    args.slots = slot_array.data();
+    args.adapters = adapter_list.data();
+    args.adapter_count = static_cast<int64_t>(adapter_list.size());
   }
   Array<float, 2> feature_array;
   Array<int32_t, 1> feature_row_array;
@@ -525,8 +532,10 @@ NB_MODULE(_core, module) {
            })
       .def("step", &step, "kv"_a, "tokens"_a.noconvert(), "offsets"_a.noconvert(), "computed"_a.noconvert(),
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
-           "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "states"_a = nb::none(),
-           "state_slots"_a = nb::none(), "features"_a = nb::none(), "feature_rows"_a = nb::none());
+           "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "adapters"_a = nb::list(),
+           "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
+           "feature_rows"_a = nb::none());
+  bind_adapters(module);
 
   nb::class_<BoundSampler>(module, "Sampler")
       .def(

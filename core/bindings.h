@@ -5,8 +5,10 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "layout.h"
 #include "model.h"
@@ -36,6 +38,16 @@ struct Packed {
   PackedView view;
   Array<uint8_t, 1> owner;  // keeps the memory, which may be a mapped file
 };
+
+// A model and the buffers that its weights point into.
+struct BoundModel {
+  std::unique_ptr<Model> model;
+  nb::object tensors;
+  nb::object pool;
+};
+
+void bind_adapters(nb::module_& module);
+std::vector<const Adapter*> adapters_of(nb::list adapters);
 
 // A model's weights from a description and its tensors by their canonical names (src/headrace/engine/cpu.py, describe).
 // Throws std::invalid_argument where one is missing or of a wrong type. The tensors must outlive what is returned.

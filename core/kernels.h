@@ -47,6 +47,34 @@ struct Opening {
   float limit = 0.0f;
 };
 
+constexpr int kRanksAtOnce = 4;  // an adapter's ranks of a product are a multiple of this
+
+// Ranks that add to a panel of a product's outputs.
+struct LowRankPiece {
+  int64_t first_rank;
+  int64_t ranks;
+  const uint8_t* up;  // [ranks][32]
+};
+
+// What an adapter adds to a product: up * (down * row). Weights are runs of 32, in f32 where exact, otherwise in bf16,
+// values i and 16 + i side by side. See adapters.h, which owns them.
+struct LowRankView {
+  bool exact = false;
+  int64_t inputs = 0;             // padded with zeros to a multiple of 32
+  int64_t ranks = 0;              // padded with zeros to a multiple of kRanksAtOnce
+  const uint8_t* down = nullptr;  // [ranks][inputs]
+  const LowRankPiece* pieces = nullptr;
+  const int32_t* first_piece = nullptr;  // [panels + 1]
+  const float* magnitudes = nullptr;     // [panels][32]: multiply the product and what is added, but no bias; or null
+};
+
+// Of the rows of a product.
+struct LowRank {
+  const LowRankView* const* of_row = nullptr;  // [rows], null where a row has no adapter
+  float* values = nullptr;                     // [rows][stride], of the ranks
+  int64_t stride = 0;
+};
+
 struct ProductArgs {
   const PackedView* weights;
   const float* rows = nullptr;               // read where takes_codes() says no
@@ -60,6 +88,7 @@ struct ProductArgs {
   int64_t out_row = 0;  // the row and the column of the product that stand at `out`
   int64_t out_column = 0;
   const Opening* opening = nullptr;
+  const LowRank* low = nullptr;  // added before outputs are opened
   int64_t others = 0;  // a hint: panels of outputs that other threads take between this call's and this thread's next
 };
 
@@ -163,6 +192,7 @@ struct Kernels {
   // starts: minus the zero times the sum of the codes; or, where every channel has a zero of its own, the plain sum.
   // With multiples it is what that set's small_start() makes of it, and with symmetric int8 what signed_start() does.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
+  void (*low_ranks)(const LowRankView&, const float* row, float* out);        // an adapter's values of its ranks
   void (*rotate)(const RotationView&, float* row);                            // in place; twice is not at all
   void (*norm)(const NormArgs&, const float* in, int64_t width, float* out);  // out may be in
   void (*attend)(const AttentionArgs&);

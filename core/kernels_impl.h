@@ -4,6 +4,7 @@
 // no library templates, so no code of one instruction set can be linked into another's place.
 #pragma once
 
+#include "adapters_impl.h"
 #include "attention_impl.h"
 #include "kernels.h"
 #include "products_impl.h"
@@ -180,8 +181,9 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name,    kRoundsRows, 0,       32,       product_scratch, product,  quantise_row, rotate, norm, attend,
-                 softcap, softmax,     peak_of, peaks_of, exponentials,    convolve, scan,         delta,  gate};
+  return Kernels{name,      kRoundsRows,  0,        32,     product_scratch, product, quantise_row,
+                 low_ranks, rotate,       norm,     attend, softcap,         softmax, peak_of,
+                 peaks_of,  exponentials, convolve, scan,   delta,           gate};
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 #include <new>
 #include <utility>
 
+#include "adapters.h"
+
 namespace headrace {
 namespace {
 
@@ -26,6 +28,12 @@ int64_t panel_grain(const Product& product, const Opening* opening, int64_t pane
   const Layout& layout = product.weights.layout;
   const bool singly = !is_integer(layout.format) || layout.float_rows || (opening != nullptr && opening->gated);
   return singly || all < threads * 8 ? grain : round_up(grain, 2);
+}
+
+// The values of an adapter's ranks of a row, where it has one: before the row is rotated or rounded.
+void find_ranks(const Kernels& kernels, const LowRank* low, int64_t row, const float* values) {
+  if (low == nullptr || low->of_row[row] == nullptr) return;
+  kernels.low_ranks(*low->of_row[row], values, low->values + row * low->stride);
 }
 
 }  // namespace
@@ -176,11 +184,11 @@ void Model::spread_distances() {
 int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
-  for (const Buffer<float>* buffer : {&residual_,   &normed_,    &qkv_,     &latents_, &expanded_,
-                                      &raised_,     &attended_,  &inner_,   &joined_,  &attention_out_,
-                                      &mixed_,      &recurred_,  &steps_,   &router_,  &expert_weight_,
-                                      &expert_out_, &expert_in_, &cosines_, &sines_,   &attention_scratch_,
-                                      &row_scratch_}) {
+  for (const Buffer<float>* buffer :
+       {&residual_,   &normed_,        &qkv_,           &latents_,   &expanded_, &raised_, &attended_,
+        &inner_,      &joined_,        &attention_out_, &mixed_,     &recurred_, &steps_,  &router_,
+        &low_values_, &expert_weight_, &expert_out_,    &expert_in_, &cosines_,  &sines_,  &attention_scratch_,
+        &row_scratch_}) {
     total += buffer->bytes();
   }
   return total;
@@ -280,7 +288,7 @@ void Model::rotate_tables(const StepArgs& args) {
 }
 
 // residual -> normed, and fit for the product that reads it.
-void Model::prepare(int64_t rows, const NormWeights& norm, const Product& product) {
+void Model::prepare(int64_t rows, const NormWeights& norm, const Product& product, const LowRank* low) {
   const bool fitting = changes_rows(product);
   const bool tiled = tiles(rows);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int thread) {
@@ -292,24 +300,30 @@ void Model::prepare(int64_t rows, const NormWeights& norm, const Product& produc
       } else {
         std::memcpy(out, x, static_cast<size_t>(w_.hidden) * sizeof(float));
       }
+      find_ranks(kernels_, low, r, out);
       if (fitting) fit_row(out, w_.hidden, product, r, thread, tiled);
     }
   });
 }
 
 // Rows that are there already, made fit for the product that reads them.
-void Model::fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product) {
-  if (changes_rows(product)) {
+void Model::fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product,
+                     const LowRank* low) {
+  const bool fitting = changes_rows(product);
+  if (fitting || low != nullptr) {
     const bool tiled = tiles(rows);
     pool_.run(rows, 1, [&](int64_t begin, int64_t end, int thread) {
-      for (int64_t r = begin; r < end; ++r) fit_row(in + r * stride, width, product, r, thread, tiled);
+      for (int64_t r = begin; r < end; ++r) {
+        find_ranks(kernels_, low, r, in + r * stride);
+        if (fitting) fit_row(in + r * stride, width, product, r, thread, tiled);
+      }
     });
   }
   times_.end(Stage::kPrepare);
 }
 
 void Model::multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                     int64_t out_stride, const Opening* opening, float* peaks) {
+                     int64_t out_stride, const Opening* opening, float* peaks, const LowRank* low) {
   QuantisedRows codes = quantised();
   codes.tiled = tiles(rows);
   ProductArgs args;
@@ -322,6 +336,7 @@ void Model::multiply(const Product& product, const float* in, int64_t in_stride,
   args.out = out;
   args.out_stride = out_stride;
   args.opening = opening;
+  args.low = low;
   const int64_t panels = result_panels(product, opening);
   const int64_t usual = panel_grain(product, opening, panels, panels, pool_.threads());
   const int64_t grain = peaks == nullptr ? usual : std::min(usual, kPeakGrain);
@@ -562,17 +577,20 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
   }
   if (w_.attention_gate) gate_attention(rows);
   times_.end(Stage::kAttention);
-  fit_rows(rows, attended_.data(), q_pad_, attended, layer.o);
-  multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_);
+  const LowRank* low = low_rank(args, layer, Site::kOutput, rows);
+  fit_rows(rows, attended_.data(), q_pad_, attended, layer.o, low);
+  multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
   times_.end(Stage::kOutput);
 }
 
-void Model::feed_forward(const Layer& layer, int64_t rows) {
+void Model::feed_forward(const StepArgs& args, const Layer& layer, int64_t rows) {
   const Opening opening = opening_of(w_.inner);
-  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening);
+  const LowRank* low = low_rank(args, layer, Site::kUp, rows);
+  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening, nullptr, low);
   times_.end(Stage::kUp);
-  fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down);
-  multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_);
+  low = low_rank(args, layer, Site::kDown, rows);
+  fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down, low);
+  multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
   times_.end(Stage::kDown);
 }
 
@@ -841,14 +859,15 @@ void Model::results(const StepArgs& args) {
 
 // Queries of all rows in qkv_, and their keys and values in their blocks.
 void Model::heads_of_rows(const StepArgs& args, const Layer& layer) {
-  prepare(args.rows, layer.attn_norm, layer.qkv);
+  const LowRank* low = low_rank(args, layer, Site::kQkv, args.rows);
+  prepare(args.rows, layer.attn_norm, layer.qkv, low);
   times_.end(Stage::kPrepare);
   if (w_.latent > 0) {
-    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, latents_.data(), latents_pad_);
+    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, latents_.data(), latents_pad_, nullptr, nullptr, low);
     times_.end(Stage::kQkv);
     expand_latents(layer, args.rows);
   } else {
-    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, qkv_.data(), qkv_pad_);
+    multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, qkv_.data(), qkv_pad_, nullptr, nullptr, low);
     times_.end(Stage::kQkv);
   }
   split_heads(args, layer, layer.kv);
@@ -857,9 +876,11 @@ void Model::heads_of_rows(const StepArgs& args, const Layer& layer) {
 
 void Model::step(const StepArgs& args) {
   check_step(args);
+  check_adapters(args);
   std::lock_guard<std::mutex> turn(pool_.turn());
   times_.start();
   place_rows(args);
+  ready_adapters(args);
   embed_rows(args);
   rotate_tables(args);
   times_.end(Stage::kEmbed);
@@ -891,9 +912,9 @@ void Model::step(const StepArgs& args) {
     if (!layer.feeds) continue;
     const NormWeights& mlp_norm = layer.mlp_norm.present() || !w_.parallel ? layer.mlp_norm : layer.attn_norm;
     if (layer.experts.empty()) {
-      prepare(rows, mlp_norm, layer.mlp.up);
+      prepare(rows, mlp_norm, layer.mlp.up, low_rank(args, layer, Site::kUp, rows));
       times_.end(Stage::kPrepare);
-      feed_forward(layer, rows);
+      feed_forward(args, layer, rows);
     } else {
       prepare(rows, mlp_norm, layer.router);
       times_.end(Stage::kPrepare);

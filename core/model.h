@@ -152,6 +152,9 @@ struct ModelWeights {
   Product head;
 };
 
+class Adapter;
+enum class Site : int;
+
 struct StepArgs {
   Kv* kv;
   int64_t rows;
@@ -172,6 +175,9 @@ struct StepArgs {
   const int32_t* wanted;  // [wanted_count], ascending rows
   float* out;             // [wanted_count][vocab], or [wanted_count][hidden]
   bool hidden;
+  const Adapter* const* adapters = nullptr;  // those that sequences have, by slot
+  int64_t adapter_count = 0;
+  const int32_t* slots = nullptr;  // [sequences], -1: none; null: none has
   float* peaks = nullptr;  // [wanted_count][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
 };
 
@@ -224,10 +230,15 @@ class Model {
   void place_rows(const StepArgs& args);
   void embed_rows(const StepArgs& args);
   void rotate_tables(const StepArgs& args);
-  void prepare(int64_t rows, const NormWeights& norm, const Product& product);
-  void fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product);
+  void check_adapters(const StepArgs& args) const;
+  void ready_adapters(const StepArgs& args);
+  const LowRank* low_rank(const StepArgs& args, const Layer& layer, Site site, int64_t rows);
+  void prepare(int64_t rows, const NormWeights& norm, const Product& product, const LowRank* low = nullptr);
+  void fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, const Product& product,
+                const LowRank* low = nullptr);
   void multiply(const Product& product, const float* in, int64_t in_stride, int64_t rows, float* out,
-                int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr);
+                int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr,
+                const LowRank* low = nullptr);
   void multiply_tiled(const ProductArgs& args);
   int64_t qkv_outputs() const {
     if (w_.latent == 0) return (w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size;
@@ -246,7 +257,7 @@ class Model {
   void gate_rows(const Layer& layer, int64_t rows);
   void recurrent_output(const Layer& layer, int64_t rows);
   void recur_rows(const StepArgs& args, const Layer& layer);
-  void feed_forward(const Layer& layer, int64_t rows);
+  void feed_forward(const StepArgs& args, const Layer& layer, int64_t rows);
   void weigh_experts(const Layer& layer, int64_t rows);
   void mix_experts(const Layer& layer, int64_t rows);
   void sigmoid(float* values, int64_t count) const;
@@ -284,6 +295,10 @@ class Model {
   Buffer<float> mixed_, recurred_, steps_;  // of recurrent layers: `in`, `out`, and decays and steps of each head
   int64_t mixed_pad_ = 0, recurred_pad_ = 0;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
+  bool has_adapters_ = false;                   // the step
+  std::vector<const LowRankView*> low_of_row_;  // of the rows of one product
+  Buffer<float> low_values_;
+  LowRank low_;
   Buffer<float> cosines_, sines_;  // [ropes][rows][half head]
   Buffer<float> bias_;             // [heads][bias_stride_], as attend() takes it
   int64_t bias_stride_ = 0, bias_reach_ = 0;

@@ -5,6 +5,7 @@
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
 
+#include "adapters_impl.h"
 #include "kernels.h"
 #include "vector_math.h"
 
@@ -542,6 +543,7 @@ inline void write_opened(const ProductArgs& args, int64_t panel, int64_t panels,
   part.out_stride = panels * kPanel;
   part.out_column = panel * kPanel;
   write_outputs(part);
+  add_low_rank(part, panel, panels, row, count);
   const int64_t width = opening.gated ? kPanel : panels * kPanel;
   const int64_t first = opening.gated ? panel / 2 * kPanel : panel * kPanel;
   for (int64_t r = 0; r < count; ++r) {
@@ -599,6 +601,7 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
         write_opened<kMostRows>(args, panel, panels, row, count, write_outputs);
       } else {
         write_outputs(args);
+        add_low_rank(args, panel, panels, row, count);
       }
       row += count;
     }

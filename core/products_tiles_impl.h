@@ -192,6 +192,7 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
           write_opened<kTiledRows>(args, panel, parts, row, shape.rows, write_outputs);
         } else {
           write_outputs(args);
+          add_low_rank(args, panel, parts, row, shape.rows);
         }
       }
     }

@@ -145,11 +145,28 @@ class Model:
         hidden: bool = False,
         peaks: NDArray[np.float32] | None = None,  # out, [wanted, ceil(vocab / 32)] the largest of every 32 logits
         second_texts: NDArray[np.int32] | None = None,  # [sequences] position where token type 1 begins, -1: nowhere
+        adapters: list[Adapter] = ...,  # those that sequences have
+        slots: NDArray[np.int32] | None = None,  # [sequences] index into `adapters`, -1: none
         states: States | None = None,  # of a model with recurrent layers
         state_slots: NDArray[np.int32] | None = None,  # [sequences], each another
         features: NDArray[np.float32] | None = None,  # [features, hidden] what rows begin with instead of an embedding
         feature_rows: NDArray[np.int32] | None = None,  # [rows] which feature, -1: the token's embedding
     ) -> None: ...
+
+class Adapter:
+    """Low-rank products that a sequence adds to a model's own: out += up @ (down @ row), before out is opened."""
+
+    def __init__(self, model: Model, exact: bool) -> None: ...  # exact: weights in f32, otherwise in bf16
+    def add(
+        self,
+        layer: int,
+        product: Literal["qkv", "o", "up", "down"],
+        down: NDArray[np.float32],  # [ranks of all parts, inputs]
+        parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]],  # columns of the packed product; [columns, ranks]
+        magnitudes: NDArray[np.float32] | None = None,  # [packed outputs] factors of the sum, without the bias
+    ) -> None: ...
+    @property
+    def bytes(self) -> int: ...
 
 class Sampler:
     """Chooses the next tokens of all rows at once; see core/sample.h for the order in which wishes apply."""

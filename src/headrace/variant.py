@@ -44,6 +44,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     kv_disk_bytes: int = 0  # of disk for it, in `kv_disk_folder`
     kv_disk_folder: str | None = None
     kv_disk_key_env: str | None = None  # environment variable with the key that encrypts it
+    adapter_memory_bytes: int = 1 << 30  # of adapters in memory; those that no request uses make room for others
     surfaces: dict[str, SurfaceOptions] = {}  # changes to the default surfaces
     checks: bool = False  # check the block accounting whenever the engine is idle: for tests and debugging
 

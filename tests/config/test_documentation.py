@@ -9,6 +9,7 @@ import pytest
 
 from headrace.config import (
     PLAIN_SECTIONS,
+    AdapterConfig,
     AdminConfig,
     AlertsConfig,
     AutoscaleConfig,
@@ -68,6 +69,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[models.NAME]`": ModelConfig,
     "`[models.NAME.autoscale]`": AutoscaleConfig,
     "`[[models.NAME.pins]]`": PinConfig,
+    "`[models.NAME.adapters.ADAPTER]`": AdapterConfig,
     "`[models.NAME.options]`": Variant,
     "`[models.NAME.upstream]`": UpstreamConfig,
     "`[models.NAME.upstream.timeouts]`": upstreams.UpstreamTimeouts,

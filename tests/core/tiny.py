@@ -326,6 +326,7 @@ class Share:
     blocks: Sequence[int]
     variant: int = 0
     second: int = -1  # where the second text of a pair starts
+    adapter: _core.Adapter | None = None
 
 
 class Tiny:
@@ -363,6 +364,8 @@ class Tiny:
         rows = np.arange(len(tokens), dtype=np.int32) if wanted is None else np.array(list(wanted), dtype=np.int32)
         width = self.spec.hidden_size if hidden else self.spec.vocab_size
         out = np.full((len(rows), width), np.nan, dtype=np.float32)
+        adapters = list({id(share.adapter): share.adapter for share in shares if share.adapter is not None}.values())
+        slots = [-1 if share.adapter is None else adapters.index(share.adapter) for share in shares]
         self.model.step(
             self.kv,
             np.array(tokens, dtype=np.int32),
@@ -374,6 +377,8 @@ class Tiny:
             out,
             hidden,
             second_texts=np.array([share.second for share in shares], dtype=np.int32),
+            adapters=adapters,
+            slots=np.array(slots, dtype=np.int32) if adapters else None,
         )
         return out
 
@@ -387,10 +392,11 @@ class Tiny:
         variant: int = 0,
         hidden: bool = False,
         second: int = -1,
+        adapter: _core.Adapter | None = None,
     ) -> Floats:
         """One sequence, alone, `chunk` tokens a step, from its `computed`-th token on: every row's result."""
         found = [
-            self.step([Share(tokens[start : start + chunk], start, blocks, variant, second)], hidden=hidden)
+            self.step([Share(tokens[start : start + chunk], start, blocks, variant, second, adapter)], hidden=hidden)
             for start in range(computed, len(tokens), chunk)
         ]
         return np.concatenate(found)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import headrace._core as _core
 from headrace.adapt.attention import attend
-from headrace.adapt.modules import adapter_modules
 from headrace.adapt.products import LowRank, Product
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.compress.layer_pass import load_tensor, rope_tables
 from headrace.errors import RequestError
+from headrace.models.adapters.adapter_modules import adapter_modules
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import pack_matrix
 from headrace.models.precision import parse_precision

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.adapt.decoder import Decoder
-from headrace.adapt.modules import adapter_modules, file_sources, part_slices
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.compress.compressed_folder import copy_other_files
 from headrace.compress.disk_layout import DenseType, dense_type
 from headrace.compress.layer_pass import F32, is_norm
 from headrace.compress.stored_product import NAMES, to_disk_type
 from headrace.errors import RequestError
+from headrace.models.adapters.adapter_folder import ADAPTER_CONFIG, ADAPTER_FILE
+from headrace.models.adapters.adapter_modules import adapter_modules, file_sources, part_slices
 from headrace.models.families.family import TensorPart
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.formats.gguf_file import GgufFile
@@ -37,8 +38,6 @@ from headrace.models.gguf.gguf_architectures import read_config
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.model_folder import ModelFolder
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_FILE: Final = "adapter_model.safetensors"
 CARD: Final = "README.md"
 _CONFIG_LIMIT: Final = 16 << 20
 _MODEL_TYPES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}

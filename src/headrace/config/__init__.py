@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from headrace.config.adapter_section import AdapterConfig
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, ResultsConfig, SemanticConfig
 from headrace.config.canary_section import CanaryConfig
 from headrace.config.catalogue_section import CatalogueConfig
@@ -54,6 +55,7 @@ from headrace.variant import DEFAULT_MODEL, Variant
 
 __all__ = [
     "PLAIN_SECTIONS",
+    "AdapterConfig",
     "AdminConfig",
     "AlertsConfig",
     "AutoscaleConfig",
@@ -176,6 +178,8 @@ class ModelConfig(Section, frozen=True):
     special_tokens: Literal["none", "completions"] = "none"
     limits: LimitSet = LimitSet()  # on all requests to this model together
     pins: tuple[PinConfig, ...] = ()  # prompts that its engines compute at the start and keep
+    # LoRA adapters of its engines, named MODEL:ADAPTER
+    adapters: dict[str, AdapterConfig] = msgspec.field(default_factory=dict[str, AdapterConfig])
     upstream: UpstreamConfig | None = None  # a server that answers instead of an engine
     # More upstreams, named MODEL@NAME
     upstreams: dict[str, UpstreamConfig] = msgspec.field(default_factory=dict[str, UpstreamConfig])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
+from headrace.engine.executors.adapter_table import AdapterTable
 from headrace.engine.executors.batch_builder import BatchBuilder
 from headrace.engine.executors.executor import Executor, SampleBatch, StepTicket
 from headrace.engine.interface.image_rows import check_images
@@ -104,6 +105,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         speculator: Speculator | None = None,
         tiers: KvTiers | None = None,
+        adapters: AdapterTable | None = None,
         step_time: StepTimeModel | None = None,
         sequences: int = 64,
         clock: Callable[[], float] = time.monotonic,
@@ -116,6 +118,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.timing = EngineTiming()
         self._tiers = tiers
+        self.adapters = adapters
         self._spec = executor.spec
         self._after_pooling = executor.after_pooling if self._spec.pooled_layers else _unchanged
         self._grammars = grammars
@@ -152,8 +155,10 @@ class Engine:
             grammar = self._grammar(request, output, grammar)
         texts = [self._text(request, output) for _ in range(request.n)]
         now = self._clock()
+        self._hold_adapter(request)
         admission = self.scheduler.admit(request, now, output=output)
         if not admission.accepted:
+            self._release_adapter(request, request.n)
             if admission.parameter is not None:
                 raise RequestError(admission.why, parameter=admission.parameter)
             return admission
@@ -161,6 +166,16 @@ class Engine:
             state = None if grammar is None else grammar.clone()
             self._progress[id(sequence)] = SequenceProgress(sequence, text, state, self._builder.row(), now)
         return admission
+
+    def _hold_adapter(self, request: GenerationRequest) -> None:
+        """Keep the request's adapter in memory until each of its sequences has ended."""
+        ref = request.adapter
+        if ref is not None and (self.adapters is None or not self.adapters.hold(ref, request.n)):
+            raise RequestError(f"The adapter '{ref.name}' is not loaded.", parameter="model")
+
+    def _release_adapter(self, request: GenerationRequest, sequences: int = 1) -> None:
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.release(request.adapter, sequences)
 
     def cancel(self, request_id: str) -> None:
         """End the request's sequences. Those in the step under way end when it is settled."""
@@ -375,6 +390,7 @@ class Engine:
             outputs.append(progress.output(event, self._spec, now, self._after_pooling))
             if event.finish is not None:
                 del self._progress[id(sequence)]
+                self._release_adapter(sequence.request)
                 if self.speculator is not None:
                     self.speculator.forget(sequence)
         if self._step is not None:
@@ -487,6 +503,7 @@ class Engine:
             "contiguous_tokens": self.scheduler.contiguous_tokens,
             **({"capacity": self.scheduler.capacity(self._clock())} if self._spec.kind == "decoder" else {}),
             **({"tiers": self._tiers.stats()} if self._tiers is not None else {}),
+            **({"adapters": self.adapters.stats()} if self.adapters is not None else {}),
             **({"core": self._core} if self._core else {}),
         }
 

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.executors.adapter_table import AdapterMemoryError
 from headrace.engine.executors.cpu_executor import default_context, usable_cores
 from headrace.engine.interface.outputs import SequenceOutput
 from headrace.engine.interface.request import GenerationRequest
@@ -31,6 +32,7 @@ from headrace.engine.process.supervisor import Supervisor, SupervisorTimeouts
 from headrace.engine.process.wire import WorkerConfig
 from headrace.engine.process.worker_address import WorkerTls
 from headrace.errors import HeadraceError, RequestError
+from headrace.llm.adapters import open_adapters
 from headrace.llm.interrupts import held_interrupts
 from headrace.llm.prompting import (
     Generation,
@@ -64,6 +66,7 @@ class LLM:
         model: str | Path | ModelFolder = DEFAULT_MODEL,
         *,
         progress: Callable[[int, int], None] | None = None,  # bytes of weights packed so far, bytes in all
+        adapters: Mapping[str, str | Path] | None = None,  # folders of LoRA adapters, by the names that calls use
         **options: Any,
     ) -> None:
         """`model` is a folder, a GGUF file, or the name of a bundled or downloaded model."""
@@ -75,7 +78,11 @@ class LLM:
         context = self._opened.executor.capacity.context
         folder = self._opened.folder
         self._asking = RequestFactory(
-            self._opened.tokenizer, context=context, prompts=folder.prompts, ranking=folder.spec.ranking
+            self._opened.tokenizer,
+            context=context,
+            prompts=folder.prompts,
+            ranking=folder.spec.ranking,
+            adapters=open_adapters(adapters or {}, folder),
         )
         self._turn = threading.Lock()
         self._stream: weakref.ref[Generator[SequenceOutput]] | None = None  # that has the turn
@@ -241,6 +248,13 @@ class LLM:
     def _submit(self, request: GenerationRequest, *, patient: bool = False) -> bool:
         """Submit a request. With `patient`, return False if the queue is full; otherwise raise OverloadedError."""
         self._check_open()
+        if request.adapter is not None and self._engine.adapters is not None:
+            try:
+                self._engine.adapters.load(request.adapter).result()
+            except AdapterMemoryError:
+                if not patient:
+                    raise
+                return False
         with held_interrupts():
             admission = self._engine.submit(request)
         if not admission.accepted and not patient:
@@ -305,6 +319,7 @@ class AsyncLLM:
         drain_seconds: float = 30.0,
         progress: Callable[[int, int], None] | None = None,  # bytes of weights packed so far, bytes in all
         early: bool = False,  # workers load before `start`; then call `start` or `abandon`
+        adapters: Mapping[str, str | Path] | None = None,  # folders of LoRA adapters, by the names that calls use
         **options: Any,
     ) -> None:
         if replicas < (0 if workers else 1):
@@ -327,6 +342,7 @@ class AsyncLLM:
                 alone="chat",
                 prompts=folder.prompts,
                 ranking=folder.spec.ranking,
+                adapters=open_adapters(adapters or {}, folder),
             )
         except BaseException:
             self.abandon()

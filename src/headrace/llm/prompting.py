@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.interface.outputs import SequenceUsage
-from headrace.engine.interface.request import FinishReason, GenerationParams, GenerationRequest
+from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationParams, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken, SamplingParams
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.errors import HeadraceError, RequestError
@@ -28,6 +28,7 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 _NO_PROMPTS: Final = Prompts()
+_NO_ADAPTERS: Final[Mapping[str, AdapterRef]] = {}
 DEFAULT_TOKENS: Final = 256
 _CONTINUATIONS: Final = ("", " a", "ning", "7", "\n", ".")
 BULK: Final = "batch"  # the surface of work that no user watches
@@ -38,6 +39,7 @@ class LocalParams(GenerationParams, frozen=True, kw_only=True):
     """The keyword arguments of a generation, those of SamplingParams excepted."""
 
     tenant: str = ""
+    adapter: str = ""  # one of those that the LLM was given
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -109,6 +111,7 @@ class RequestFactory:
         alone: str = BULK,
         prompts: Prompts = _NO_PROMPTS,
         ranking: RankingSpec | None = None,
+        adapters: Mapping[str, AdapterRef] = _NO_ADAPTERS,
     ) -> None:
         """`alone` is the surface of a single prompt, `prompts` are an embedder's, `ranking` is a reranker's."""
         self._prompts = prompts
@@ -116,6 +119,7 @@ class RequestFactory:
         self.tokenizer = tokenizer
         self._context = context
         self._alone = alone
+        self.adapters = dict(adapters)
 
     def tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -160,7 +164,15 @@ class RequestFactory:
             max_tokens=limit,
             surface=params.surface or (self._alone if alone else BULK),
             tenant=params.tenant,
+            adapter=self.adapter(params.adapter),
         )
+
+    def adapter(self, name: str) -> AdapterRef | None:
+        """Return the adapter with this name; None for an empty one."""
+        if name and name not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise RequestError(f"Unknown adapter '{name[:200]}'. Known: {known}.", parameter="adapter")
+        return self.adapters[name] if name else None
 
     def score(self, before: Prompt, text: Prompt) -> GenerationRequest:
         """Build a request for the likelihood of a text after another."""

@@ -12,6 +12,7 @@ from headrace.config.environment import required_secret
 from headrace.gateway.accounts.access import allows_model
 from headrace.gateway.accounts.account_services import AccountServices
 from headrace.gateway.accounts.account_store import AccountStore
+from headrace.gateway.accounts.adapter_operations import AdapterOperations
 from headrace.gateway.accounts.admin_operations import Actor
 from headrace.gateway.accounts.canary_policies import canary_updater
 from headrace.gateway.accounts.pin_operations import PinOperations
@@ -104,7 +105,7 @@ def assemble(
         limiter=RateLimiter.from_config(config.limiting, environ, shared=None if shared is None else shared.limits),
         limit_scopes=LimitScopes.from_config(config),
         ledger=ledger,
-        prices=PriceBook.from_config(config.prices),
+        prices=PriceBook.from_config(config.prices, config.models),
         currency=config.ledger.currency,
         exact=exact,
         semantic=semantic,
@@ -122,6 +123,7 @@ def assemble(
         answer_observers=(recorder,),
         loops=(recorder.run, *autoscaling, *(() if catalogues is None else (catalogues.run,))),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
+        adapters=AdapterOperations(accounts.shared, accounts.directory, fleet, config.models),
         pins=None if shared is not None else _pins(config, fleet, accounts),
         keeper=keeper,
         answer_tokens={name: each.max_tokens for name, each in config.surfaces.items() if each.max_tokens is not None},

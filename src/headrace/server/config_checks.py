@@ -24,6 +24,7 @@ from headrace.config import (
     upstreams_of,
     variants_of,
 )
+from headrace.config.adapter_section import check_adapters
 from headrace.config.loader import ConfigCheck, read_config
 from headrace.config.pin_section import check_pins
 from headrace.config.toml_text import HIDDEN, key_path, quoted
@@ -276,6 +277,11 @@ def _models(config: Config) -> Iterator[Finding]:
             yield f"{where}.workers", "expected no workers: an upstream serves this model"
         yield from _pins(name, model, f"{where}.pins")
         yield from _variants(name, model, where)
+    for name, model in config.models.items():
+        where = f"{key_path('models', name)}.adapters"
+        yield from check_adapters(name, model.adapters, where, named=taken)
+        if model.adapters and model.upstream is not None and not model.variants:
+            yield where, f"no engine of Headrace serves {quoted(name)}, so it cannot serve adapters"
 
 
 def _pins(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:

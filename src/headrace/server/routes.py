@@ -7,6 +7,7 @@ from typing import NamedTuple
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.server import openapi, status_endpoints, web_pages
 from headrace.server.admin import (
+    adapter_routes,
     canary_routes,
     history_routes,
     lab_routes,
@@ -64,6 +65,7 @@ def all_routes(
         *feedback.routes(context),
         *administration.routes(),
         *pin_routes.routes(administration, context),
+        *adapter_routes.routes(administration, context),
         *reload_route.routes(administration, context),
         *worker_routes.routes(administration, context),
         *live_routes.routes(administration, context),

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from cyclopts import App, Parameter
 
-from headrace.cli.admin import admin_lengths, admin_pins, admin_trial, admin_workers
+from headrace.cli.admin import admin_adapters, admin_lengths, admin_pins, admin_trial, admin_workers
 from headrace.cli.admin.admin_client import DEFAULT_TARGET, AdminTarget, path_segment, printable, request, request_json
 from headrace.cli.admin.admin_output import (
     print_budgets,
@@ -41,11 +41,12 @@ Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 
 admin = App(
     name="admin",
-    help="Manage tenants, keys, fast mode, caches, pins, workers, usage and the audit log of a running server.",
+    help="Manage a running server: tenants, keys, fast mode, caches, pins, adapters, workers, usage, the audit log.",
     help_flags=["--help", "-h"],
     version_flags=[],
 )
 admin_pins.add_commands(admin)
+admin_adapters.add_commands(admin)
 admin_workers.add_commands(admin)
 admin_trial.add_commands(admin)
 admin_lengths.add_commands(admin)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.executors.executor import Capacity, StepBatch, peaks_of
-from headrace.engine.interface.request import SequenceState
+from headrace.engine.interface.request import AdapterRef, SequenceState
 from headrace.engine.scheduling.step_plan import Share, StepPlan
 
 
@@ -88,6 +89,7 @@ class BatchBuilder:
         features, feature_rows = _features(shares, end, self._states.shape[1])
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
+        adapters, adapter_places = adapter_slots([share.sequence.request.adapter for share in shares])
         return StepBatch(
             tokens=self._tokens[:end],
             offsets=self._offsets[: count + 1],
@@ -104,6 +106,8 @@ class BatchBuilder:
             state_copies=plan.state_copies,
             features=features,
             feature_rows=feature_rows,
+            adapters=adapters,
+            slots=adapter_places,
         )
 
     def _place(self, shares: list[Share], rows: list[BlockRow]) -> None:
@@ -158,6 +162,23 @@ def _features(
             known += stop - start
         first += share.count
     return (np.concatenate(found), places) if found else (None, None)
+
+
+def adapter_slots(refs: Sequence[AdapterRef | None]) -> tuple[list[AdapterRef], NDArray[np.int32] | None]:
+    """Return the adapters of a step's sequences, each once, and each sequence's index among them."""
+    if not any(refs):
+        return [], None
+    places: dict[str, int] = {}
+    adapters: list[AdapterRef] = []
+    slots = np.full(len(refs), -1, dtype=np.int32)
+    for place, ref in enumerate(refs):
+        if ref is None:
+            continue
+        if ref.digest not in places:
+            places[ref.digest] = len(adapters)
+            adapters.append(ref)
+        slots[place] = places[ref.digest]
+    return adapters, slots
 
 
 def share_tokens(sequence: SequenceState, count: int) -> list[int]:

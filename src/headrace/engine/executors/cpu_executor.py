@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
+from headrace.engine.executors.adapter_table import AdapterTable
 from headrace.engine.executors.cgroups import cpu_quota
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
@@ -25,6 +26,7 @@ from headrace.engine.executors.memory import MemoryNeed, check_memory
 from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
 from headrace.engine.executors.step_thread import StepCall, StepThread
+from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
@@ -41,6 +43,7 @@ DEFAULT_MAX_ROWS: Final = 512
 _STATE_BYTES: Final = 1 << 30  # of all recurrent states, as far as ...
 _LEAST_STATES: Final = 8  # ... so many fit; they are half of running sequences, half of prefixes
 _MOST_STATES: Final = 256
+DEFAULT_ADAPTER_BYTES: Final = 1 << 30
 _SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
 _MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
 
@@ -161,6 +164,8 @@ class CpuExecutor:
         kv: KvType,
         capacity: Capacity,
         isa: str,
+        folder: ModelFolder | None = None,
+        adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -175,6 +180,10 @@ class CpuExecutor:
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
         self._thread = StepThread("headrace-step")
+        self.adapters: AdapterTable | None = None
+        if folder is not None and spec.kind == "decoder":
+            exact = plan.precision("layers.0.attn.qkv", tied=spec.tied).format == "f32"
+            self.adapters = AdapterTable(folder, self._model, tensors.tensors, exact=exact, most_bytes=adapter_bytes)
         self.load_report = LoadReport(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
 
     @classmethod
@@ -193,6 +202,7 @@ class CpuExecutor:
         isa: str | None = None,
         arithmetic: str | None = None,
         cache: Path | None = None,
+        adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
@@ -225,7 +235,17 @@ class CpuExecutor:
         chosen = choose_isa(isa, arithmetic)
         pool = _core.Pool(count)
         tensors = load_tensors(folder, plan, pool, cache=cache, progress=progress)
-        executor = cls(spec, plan, tensors, pool, kv=kv_type, capacity=capacity, isa=chosen)
+        executor = cls(
+            spec,
+            plan,
+            tensors,
+            pool,
+            kv=kv_type,
+            capacity=capacity,
+            isa=chosen,
+            folder=folder,
+            adapter_bytes=adapter_bytes,
+        )
         report = executor.load_report
         executor.load_report = LoadReport(
             time.perf_counter() - started, report.weight_bytes, report.mapped, report.scratch_bytes
@@ -299,6 +319,8 @@ class CpuExecutor:
     def close(self) -> None:
         """Wait for the step under way and end the waiting thread."""
         self._thread.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's KV in every layer, after the steps launched before."""
@@ -336,6 +358,10 @@ class CpuExecutor:
 
         self._thread.submit(write).result()
 
+    def _adapter(self, ref: AdapterRef) -> _core.Adapter:
+        assert self.adapters is not None
+        return self.adapters.core(ref)
+
     def _step(self, batch: StepBatch) -> StepResult:
         for source, target in batch.copies:
             self._kv.copy_block(source, target)
@@ -359,6 +385,8 @@ class CpuExecutor:
             batch.hidden,
             batch.peaks,
             batch.second_texts,
+            [self._adapter(ref) for ref in batch.adapters],
+            batch.slots,
             self._states,
             batch.state_slots,
             batch.features,

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.models.spec import ModelSpec
 
@@ -43,6 +44,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
     state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
     state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
+    adapters: Sequence[AdapterRef] = ()  # of the sequences
+    slots: Int32s | None = None  # [sequences] index of each one's adapter, -1: it has none
     second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
     features: NDArray[np.float32] | None = None  # [features, hidden] that take the place of token embeddings
     feature_rows: Int32s | None = None  # [rows] which feature a row begins with, -1: its token's embedding

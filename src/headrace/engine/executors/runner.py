@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.executors.batch_builder import adapter_slots
 from headrace.engine.executors.executor import Executor, StepBatch
+from headrace.engine.interface.request import AdapterRef
 from headrace.errors import RequestError
 
 Floats = NDArray[np.float32]
@@ -21,6 +23,7 @@ class RunnerSequence(msgspec.Struct):
     blocks: list[int] = []
     computed: int = 0  # tokens whose KV is in the blocks
     state_slot: int = -1
+    adapter: AdapterRef | None = None
 
     @property
     def pending(self) -> int:
@@ -35,8 +38,10 @@ class Runner:
         self._free = list(range(executor.capacity.blocks))
         self._free_states = list(range(executor.capacity.states))
 
-    def open(self, tokens: Sequence[int], *, total: int | None = None) -> RunnerSequence:
-        """Open a sequence that may grow to `total` tokens."""
+    def open(
+        self, tokens: Sequence[int], *, total: int | None = None, adapter: AdapterRef | None = None
+    ) -> RunnerSequence:
+        """Open a sequence that may grow to `total` tokens. Its adapter must be loaded."""
         capacity = self.executor.capacity
         most = len(tokens) if total is None else total
         if not tokens:
@@ -60,7 +65,9 @@ class Runner:
                 )
             slot = self._free_states.pop()
         blocks = [self._free.pop() for _ in range(needed)]
-        return RunnerSequence(list(tokens), self.executor.spec.rope_variant(most), blocks, state_slot=slot)
+        return RunnerSequence(
+            list(tokens), self.executor.spec.rope_variant(most), blocks, state_slot=slot, adapter=adapter
+        )
 
     def close(self, sequence: RunnerSequence) -> None:
         self._free.extend(sequence.blocks)
@@ -80,7 +87,10 @@ class Runner:
             tables[index, : len(sequence.blocks)] = sequence.blocks
             tokens += sequence.tokens[sequence.computed : sequence.computed + count]
             offsets.append(len(tokens))
+        adapters, slots = adapter_slots([sequence.adapter for sequence, _ in work])
         batch = StepBatch(
+            adapters=adapters,
+            slots=slots,
             tokens=np.array(tokens, dtype=np.int32),
             offsets=np.array(offsets, dtype=np.int32),
             computed=np.array([sequence.computed for sequence, _ in work], dtype=np.int32),

@@ -21,6 +21,19 @@ from headrace.engine.interface.sampling import SamplingParams
 RequestKind = Literal["generate", "score", "embed"]
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """An adapter that a request is computed with. A worker that does not hold it loads it from `path`."""
+
+    name: str  # for messages
+    path: str
+    digest: str  # of its files, in hexadecimal: what it computes depends on nothing else
+
+    @property
+    def kv_key(self) -> int:
+        """Return a number that no other adapter has: KV is shared only among requests with the same one."""
+        return int(self.digest[:32], 16)
+
+
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop id, a stop string or a complete grammar; for scoring and embedding: done
     LENGTH = "length"  # max_tokens reached, or the context is full
@@ -61,6 +74,7 @@ class GenerationRequest(GenerationParams, frozen=True, kw_only=True, omit_defaul
     tenant: str = ""  # for the fair share and the statistics
     weight: float = 1.0  # the tenant's weight in the fair share
     salt: str = ""  # of the prefix cache; the server derives it from the tenant
+    adapter: AdapterRef | None = None
     deadline: float | None = None  # on the monotonic clock of the process that holds the request
     arrival: float = 0.0  # on the same clock
     images: tuple[ImageRows, ...] = ()  # in the order of their tokens
@@ -111,6 +125,12 @@ class SequenceState(msgspec.Struct, eq=False):
         """What the prefix cache knows the tokens by."""
         request = self.request
         return [*self.prompt_ids, *self.tokens[len(request.prompt) :]] if request.images else self.tokens
+
+    @property
+    def kv_variant(self) -> int:
+        """Return a number for what KV depends on beside tokens: the rope variant and the adapter."""
+        adapter = self.request.adapter
+        return self.rope_variant if adapter is None else self.rope_variant + 2 * (adapter.kv_key + 1)
 
     @property
     def output(self) -> list[int]:

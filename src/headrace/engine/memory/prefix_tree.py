@@ -2,7 +2,7 @@
 
 Also holds the prefixes declared public. Does not know who uses a block or when it is evicted (`block_manager.py`).
 
-The tree has one root per rope variant, because KV depends on that too. A child is keyed by its block's tokens, as
+The tree has one root per rope variant and adapter: KV depends on them too. A child is keyed by its block's tokens, as
 bytes, in its parent's dictionary, so a match is exact and prefixes cannot be confused. Salts share only blocks along
 declared public prefixes. Where a prefix leaves them, each salt has its own branch, which no other salt reads:
 
@@ -83,7 +83,8 @@ class PrefixTree:
         if root is None:
             root = self._roots[variant] = Block(-1)
             root.declared = self._declared
-            root.digest = hashlib.blake2b(self._digest_key + variant.to_bytes(4), digest_size=DIGEST_BYTES).digest()
+            name = variant.to_bytes(4 if variant < 1 << 32 else 20)
+            root.digest = hashlib.blake2b(self._digest_key + name, digest_size=DIGEST_BYTES).digest()
         return root
 
     def digest(self, block: Block) -> bytes:

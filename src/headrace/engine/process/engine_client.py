@@ -247,6 +247,12 @@ class EngineClient:
         asked = [self._ask(replica, wire.AskStats) for replica in self._replicas if replica.connection is not None]
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
+    def drop_adapter(self, digest: str) -> None:
+        """Ask every replica to free an adapter, once no request uses it."""
+        for replica in self._replicas:
+            if replica.connection is not None:
+                replica.connection.send(wire.DropAdapter(digest))
+
     async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
         """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`).
 

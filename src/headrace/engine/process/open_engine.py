@@ -103,6 +103,7 @@ def open_variant(
         tokenizer,
         speculator=_speculator(variant, folder, executor) if spec.kind == "decoder" and states is None else None,
         tiers=_tiers(variant, blocks, executor, identity, cipher) if reuse else None,
+        adapters=executor.adapters,
         step_time=step_time,
         sequences=variant.max_sequences,
         checks=variant.checks,
@@ -157,6 +158,7 @@ def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | No
         isa=variant.isa,
         arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
+        adapter_bytes=variant.adapter_memory_bytes,
         progress=progress,
     )
 

@@ -17,7 +17,7 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 4  # of the protocol; peers with different versions disconnect at once
+VERSION: Final = 5  # of the protocol; peers with different versions disconnect at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
 _LENGTH: Final = 4  # bytes before each frame
 
@@ -62,13 +62,19 @@ class Pin(msgspec.Struct, tag="pin", frozen=True, kw_only=True):
     keep: bool = True  # False: unpin it
 
 
+class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True):
+    """Asks the worker to free an adapter that no request uses. A request that has it loads it again."""
+
+    digest: str
+
+
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """A client's first message."""
 
     version: int
 
 
-ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | Hello
+ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | DropAdapter | Hello
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,8 +29,9 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace import __version__
+from headrace.engine.executors.adapter_table import AdapterMemoryError
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
-from headrace.engine.interface.request import FinishReason, GenerationRequest
+from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest
 from headrace.engine.process import wire
 from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.engine.process.worker_log import configure_worker_log
@@ -68,7 +70,7 @@ class _Running(msgspec.Struct, eq=False):
 class _Compiling(msgspec.Struct, eq=False):
     client: _Client
     message: wire.Submit
-    compilation: Compilation
+    compilation: Compilation | Future[None]  # of its grammar, or the load of its adapter
 
 
 class Worker:
@@ -269,6 +271,9 @@ class Worker:
                 self._send(client, self._pong(number))
             case wire.AskStats(number):
                 self._send(client, wire.Stats(number, msgspec.to_builtins(self.engine.stats())))
+            case wire.DropAdapter(digest):
+                if self.engine.adapters is not None:
+                    self.engine.adapters.drop(digest)
             case wire.Pin():
                 self._pin(client, message)
             case wire.Drain():
@@ -306,6 +311,10 @@ class Worker:
             if id in self._running or id in self._compiling:
                 raise RequestError(f"a request '{id[:80]}' runs already", parameter="id")
             request = request_of(message, time.monotonic())
+            if request.adapter is not None and (loading := self._load_adapter(request.adapter)) is not None:
+                self._compiling[id] = _Compiling(client, message, loading)
+                client.requests.add(id)
+                return
             if request.grammar is not None and grammar is None:
                 compilation = self.engine.grammars.prepare(request.grammar, salt=request.salt)
                 if not compilation.done():
@@ -337,11 +346,20 @@ class Worker:
             waiting.client.requests.discard(id)
             try:
                 grammar = waiting.compilation.result()
+            except AdapterMemoryError as error:
+                self._send(waiting.client, wire.Rejected(id=id, reason=str(error), retry_after=1.0))
             except RequestError as error:
                 refused = wire.Rejected(id=id, reason=str(error), parameter=error.parameter or "grammar")
                 self._send(waiting.client, refused)
+            except (HeadraceError, OSError) as error:
+                self._send(waiting.client, wire.Rejected(id=id, reason=str(error), parameter="model"))
             else:
                 self._submit(waiting.client, waiting.message, grammar)
+
+    def _load_adapter(self, ref: AdapterRef) -> Future[None] | None:
+        """Load an adapter beside the running steps. Return None if it is there, or cannot be there."""
+        adapters = self.engine.adapters
+        return None if adapters is None or adapters.has(ref) else adapters.load(ref)
 
     def _cancel(self, client: _Client, id: str) -> None:
         if id not in client.requests:

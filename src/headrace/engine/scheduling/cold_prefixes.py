@@ -88,7 +88,7 @@ class ColdPrefixes:
 
     def _chain(self, job: SequenceJob) -> list[int]:
         if job.chain is None:
-            job.chain = fingerprints(job.sequence.prompt_ids, self._block_tokens, job.sequence.rope_variant)
+            job.chain = fingerprints(job.sequence.prompt_ids, self._block_tokens, job.sequence.kv_variant)
         return job.chain
 
     def _unlist(self, leader: SequenceJob, start: int, end: int) -> None:

@@ -100,7 +100,7 @@ class Planner:
         first = max(job.first, sequence.reported)
         if first < len(job.request.prompt):
             tokens = tokens[: first + 1]
-        return self.blocks.match(tokens, job.request.salt, variant=sequence.rope_variant)
+        return self.blocks.match(tokens, job.request.salt, variant=sequence.kv_variant)
 
     def _match(self, job: SequenceJob) -> PrefixMatch:
         job.match = self._find(job) if job.match is None else self.blocks.refresh(job.match)

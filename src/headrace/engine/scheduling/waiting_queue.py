@@ -315,7 +315,7 @@ class FairQueue:
         account.waiting[lane] += 1
         if job.line == LONG:
             request = job.request
-            job.begins = hash((request.salt, job.sequence.rope_variant, job.sequence.prompt_ids[:_BEGINNING]))
+            job.begins = hash((request.salt, job.sequence.kv_variant, job.sequence.prompt_ids[:_BEGINNING]))
             self._alike.setdefault(job.begins, {})[job] = None
         if now <= job.late:
             self._on_time[job.line].push(job, job.urgency)
@@ -370,7 +370,7 @@ class FairQueue:
         if not self._alike:
             return []
         request = job.request
-        begins = hash((request.salt, job.sequence.rope_variant, job.sequence.prompt_ids[:_BEGINNING]))
+        begins = hash((request.salt, job.sequence.kv_variant, job.sequence.prompt_ids[:_BEGINNING]))
         return list(itertools.islice(self._alike.get(begins, ()), _MOST_ALIKE))
 
     def charge(self, job: SequenceJob, tokens: float) -> None:

@@ -27,9 +27,25 @@ def allows_model(caller: Caller, name: str) -> bool:
     return all(name in names or base in names for names in caller.models)
 
 
+def allows_served(caller: Caller, served: ServedVariant) -> bool:
+    """Return whether the caller may use a variant or an adapter. A variant in the scope allows its adapters, but for
+    those that are kept for other tenants."""
+    if served.adapter is None:
+        return allows_model(caller, served.name)
+    if served.tenants and caller.tenant not in served.tenants:
+        return False
+    if not isinstance(caller, IdentifiedCaller):
+        return True
+    # The name of the adapter with the plain variant stands for it with all variants.
+    base = served.base.partition("@")[0]
+    allowed = {served.name, served.base, base, f"{base}:{served.adapter.name}"}
+    return all(not allowed.isdisjoint(names) for names in caller.models)
+
+
 def visible_models(caller: Caller, fleet: Fleet) -> list[ServedVariant]:
-    """Return the models that /v1/models lists, in the fleet's order."""
-    return [served for name, served in fleet.served.items() if allows_model(caller, name)]
+    """Return the models and adapters that /v1/models lists, in the fleet's order."""
+    every = (*fleet.served.values(), *fleet.adapters.values())
+    return [served for served in every if allows_served(caller, served)]
 
 
 def visible_aliases(caller: Caller, fleet: Fleet) -> dict[str, ServedVariant]:
@@ -57,7 +73,7 @@ def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard
         if error.kind != "not_found_error" and allows_model(caller, fleet.aliases.get(base, base)):
             raise
         raise _unknown_model(caller, fleet, name or fleet.default) from None
-    if not allows_model(caller, served.name):
+    if not allows_served(caller, served):
         raise _unknown_model(caller, fleet, name or fleet.default)
     return served
 

@@ -20,7 +20,7 @@ from headrace.gateway.limits.limit_scopes import LimitSet
 
 log: Final = logging.getLogger(__name__)
 
-RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin", "canary"]
+RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin", "canary", "adapter"]
 CanaryPhase = Literal["running", "promoted", "rolled_back"]
 
 
@@ -94,6 +94,17 @@ class PinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     created: int
 
 
+class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An adapter that every gateway serves. The record's id is its full name, such as mini:orders."""
+
+    model: str
+    name: str
+    path: str  # the same on every host
+    digest: str  # of its files
+    tenants: tuple[str, ...] = ()
+    created: int
+
+
 class CanaryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A candidate that takes a share of a variant's requests. The record's id is that variant, the control."""
 
@@ -115,7 +126,9 @@ class CanaryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return {"running": self.stages[self.stage], "promoted": 100.0, "rolled_back": 0.0}[self.phase]
 
 
-RecordValue = TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord | PinRecord | CanaryRecord
+RecordValue = (
+    TenantRecord | KeyRecord | FastRecord | InvalidationRecord | MarkRecord | PinRecord | CanaryRecord | AdapterRecord
+)
 RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "tenant": TenantRecord,
     "key": KeyRecord,
@@ -124,6 +137,7 @@ RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
     "mark": MarkRecord,
     "pin": PinRecord,
     "canary": CanaryRecord,
+    "adapter": AdapterRecord,
 }
 KEYS_MARK: Final = "keys"
 ALL_TENANTS: Final = "*"  # id of the fast record for all tenants; not a valid tenant name

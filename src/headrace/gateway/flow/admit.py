@@ -18,7 +18,7 @@ from headrace.gateway.routing.router import RoutePlan
 async def admit(state: FlowState) -> None:
     """Limits come first, so that a budget is not held for a request that a limit rejects."""
     exchange, services = state.exchange, state.services
-    scopes = services.limit_scopes.scopes(exchange.caller, exchange.served.name, exchange.surface)
+    scopes = services.limit_scopes.scopes(exchange.caller, exchange.served.variant, exchange.surface)
     if not scopes and services.ledger is None:
         return
     max_tokens = await _reserve_limits(state, scopes)
@@ -65,14 +65,16 @@ async def _reserve_budget(state: FlowState, max_tokens: int, scopes: Sequence[Li
     assert services.ledger is not None
     caller = exchange.caller
     likely = services.limiter.estimates.tokens(caller.tenant, exchange.surface, max_tokens)
-    verdict = await services.ledger.reserve(ledger_entry(state), output_tokens=likely, most_tokens=max_tokens)
+    falls = exchange.served.adapter is None  # no other variant gives the answers of an adapter
+    entry = ledger_entry(state)
+    verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=max_tokens, falls=falls)
     if isinstance(verdict, FallbackVariant):
         state.shaping.changes.append(ShapingChange("budget", exchange.served.name, verdict.variant))
         exchange.served = services.fleet.served[verdict.variant]
         state.plan = RoutePlan(verdict.variant, decisions=state.plan.decisions)
         state.lookups.exact = state.lookups.semantic = None  # they were for the other variant
         await tokenise(state)
-        fallback_scopes = services.limit_scopes.scopes(caller, exchange.served.name, exchange.surface)
+        fallback_scopes = services.limit_scopes.scopes(caller, exchange.served.variant, exchange.surface)
         if fallback_scopes != scopes:
             if admission.reservation is not None:
                 admission.reservation.release_soon()

@@ -25,7 +25,7 @@ def degrade(state: FlowState) -> None:
         return
     text_request, served, tenant = exchange.text_request, exchange.served, exchange.caller.tenant
     degradation.signals = services.pressure.signals(
-        served.name,
+        served.variant,
         tenant,
         surface=exchange.surface,
         deadline_s=None if exchange.deadline is None else exchange.deadline - time.monotonic(),
@@ -38,7 +38,10 @@ def degrade(state: FlowState) -> None:
         return
     degradation.plan = plan = plan_degradation(level, text_request, allowed_steps(exchange))
     degradation.original = derive_exchange(exchange, served, text_request)
-    smaller = find_smaller_variant(served.name, plan.variants, services.fleet.served)
+    # No other variant gives the answers of an adapter.
+    smaller = (
+        None if served.adapter is not None else find_smaller_variant(served.name, plan.variants, services.fleet.served)
+    )
     is_routed = bool(state.plan.steps) or state.plan.is_composed
     if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
         exchange.served = services.fleet.served[smaller]

@@ -73,7 +73,7 @@ async def _deliver_in_time(state: FlowState, take: TakeDelta) -> bool:
             raise
         if state.is_stopped:
             return True
-        state.degradation.signals = services.pressure.signals(exchange.served.name, exchange.caller.tenant)
+        state.degradation.signals = services.pressure.signals(exchange.served.variant, exchange.caller.tenant)
     finally:
         delivery.timeout = None
         if timer is not None:

@@ -32,4 +32,4 @@ async def generate(state: FlowState) -> None:
         await state.own_generation.begin()
         state.answer = UncachedAnswer(state.own_generation)
     if services.ladder.has_steps(exchange.surface):
-        state.wait = services.pressure.wait(exchange.served.name, exchange.caller.tenant)
+        state.wait = services.pressure.wait(exchange.served.variant, exchange.caller.tenant)

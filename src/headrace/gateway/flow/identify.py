@@ -25,11 +25,11 @@ def identify(state: FlowState) -> None:
         can_reason = exchange.served.reasoning is not None
         exchange.text_request, changes = apply_fast_profile(text_request, services.fast, can_reason=can_reason)
         state.shaping.changes += changes
-    fast_mode = services.accounts.switches.fast(exchange.caller.tenant, exchange.served.name)
+    fast_mode = services.accounts.switches.fast(exchange.caller.tenant, exchange.served.variant)
     if fast_mode is None:
         return
     exchange.headers["x-headrace-fast"] = "on"
-    if fast_mode.variant is not None:
+    if fast_mode.variant is not None and exchange.served.adapter is None:
         exchange.served = services.fleet.served[fast_mode.variant]
     text_request = exchange.text_request
     if fast_mode.slow_tools and text_request.tools and text_request.choosing == "auto":

@@ -41,7 +41,7 @@ async def run_metered(
     surface = choose_surface(caller, work.wished, "batch")
     work.on(surface)
     reservation = await services.limiter.reserve(
-        services.limit_scopes.scopes(caller, served.name, surface),
+        services.limit_scopes.scopes(caller, served.variant, surface),
         input_tokens=work.input_tokens,
         most_output=0,
         tenant=caller.tenant,

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.config.shaping_section import ProfileConfig, ShapingConfig
 from headrace.gateway.accounts.account_services import AccountServices
+from headrace.gateway.accounts.adapter_operations import AdapterOperations
 from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_policies import LimitScopes
 from headrace.gateway.background_tasks import BackgroundTasks
@@ -57,6 +58,7 @@ class Services(msgspec.Struct, kw_only=True):
     objective_watch: ObjectiveWatch | None = None
     answer_observers: tuple[AnswerObserver, ...] = ()
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close
+    adapters: AdapterOperations | None = None
     pins: PinOperations | None = None  # None: another process pins prompts
     keeper: ObservationKeeper | None = None  # None: another process of this server stores what was observed
     pipelines: PipelineHost | None = None

@@ -205,7 +205,7 @@ def _settle_limits(state: FlowState, outcome: Outcome) -> None:
     if has_ladder and outcome.has_all_choices and not exchange.answered_by and exchange.first_at:
         seconds = exchange.last_at - exchange.first_at
         services.pressure.record_answer(
-            exchange.served.name, exchange.surface, tokens=usage.output_tokens, seconds=seconds
+            exchange.served.variant, exchange.surface, tokens=usage.output_tokens, seconds=seconds
         )
 
 

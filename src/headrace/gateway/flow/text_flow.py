@@ -120,7 +120,7 @@ class TextFlow:
         """Return the response headers that the stages set. They are final once the answer is complete."""
         state = self._state
         exchange = self.exchange
-        capacity = state.services.capacity.headers(exchange.served.name, exchange.surface)
+        capacity = state.services.capacity.headers(exchange.served.variant, exchange.surface)
         headers = {**exchange.headers, **capacity, **state.degradation.record.headers()}
         if state.shaping.changes:
             headers["x-headrace-shaped"] = header_value(state.shaping.changes)
@@ -170,7 +170,7 @@ def hide_reasoning(take: TakeDelta, delta: ChoiceDelta) -> bool:
 def _route(state: FlowState) -> None:
     exchange, services = state.exchange, state.services
     state.plan = services.dispatcher.route(exchange)
-    exchange.served = services.fleet.served[state.plan.variant]
+    exchange.served = services.fleet.variant(state.plan.variant)
     if exchange.served.kind != "decoder":
         message = f"'{exchange.served.name}' {exchange.served.purpose}. Use a model that generates text."
         raise ApiError(message, parameter="model")

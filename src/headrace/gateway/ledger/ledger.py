@@ -173,7 +173,7 @@ class Ledger:
         webhook = AlertWebhook.from_config(ledger, environ)
         return cls(
             store,
-            prices=PriceBook.from_config(config.prices),
+            prices=PriceBook.from_config(config.prices, config.models),
             calendar=Calendar(offset_minutes=ledger.utc_offset_minutes),
             journal=config.storage.path / "ledger.journal",
             bounds=LedgerBounds(

@@ -11,7 +11,7 @@ Times are whole microseconds, so every term is an integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
@@ -60,13 +60,16 @@ FREE: Final = Price()
 
 
 class PriceBook:
-    """Prices by full variant name. A variant without a price has its model's; a model without one is free."""
+    """Prices by full variant name. A variant without a price has its model's, and an adapter its variant's; a model
+    without one is free."""
 
-    def __init__(self, prices: Mapping[str, Price] | None = None) -> None:
+    def __init__(self, prices: Mapping[str, Price] | None = None, models: Collection[str] = ()) -> None:
+        """`models`: all names of models, some of which may have a colon in them without being adapters."""
         self._prices = dict(prices or {})
+        self._models = frozenset(models)
 
     @classmethod
-    def from_config(cls, prices: Mapping[str, PriceConfig]) -> PriceBook:
+    def from_config(cls, prices: Mapping[str, PriceConfig], models: Collection[str] = ()) -> PriceBook:
         return cls(
             {
                 name: make_price(
@@ -77,7 +80,8 @@ class PriceBook:
                     hit_percent=each.hit_percent,
                 )
                 for name, each in prices.items()
-            }
+            },
+            models,
         )
 
     @property
@@ -87,7 +91,10 @@ class PriceBook:
     def of(self, variant: str) -> Price:
         found = self._prices.get(variant)
         if found is None:
-            found = self._prices.get(variant.partition("@")[0], FREE)
+            model, _, name = variant.partition("@")
+            if ":" in name or (":" in model and not name and model not in self._models):
+                return self.of(variant.rpartition(":")[0])  # an adapter
+            found = self._prices.get(model, FREE)
         return found
 
 

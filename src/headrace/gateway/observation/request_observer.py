@@ -55,7 +55,7 @@ class RequestObserver:
         observe = config.observe
         return cls(
             recent_requests=observe.recent_requests,
-            prices=PriceBook.from_config(config.prices),
+            prices=PriceBook.from_config(config.prices, config.models),
             most_slices=observe.slices,
             objectives=objectives_of(config.slo),
             exporter=_exporter(observe.traces, environ),

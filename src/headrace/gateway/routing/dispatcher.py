@@ -46,6 +46,8 @@ class Dispatcher:
         )
 
     def route(self, exchange: Exchange) -> RoutePlan:
+        if exchange.served.adapter is not None:
+            return RoutePlan(exchange.served.name)  # no other variant gives the answers of an adapter
         plan = RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
         if plan.opening is not None and (why := self._why_not_opened(plan.variant, plan.opening.small)) is not None:
             decisions = (*plan.decisions, RoutingDecision(ROLE, plan.variant, f"answers alone: {why}"))
@@ -108,7 +110,7 @@ class Dispatcher:
         await self.health.watch({name: partial(_probe, served) for name, served in own.items()})
 
     def _part(self, variant: str, exchange: Exchange, text_request: TextRequest, alone: bool) -> Answerer:
-        return self._plain(derive_exchange(exchange, self._fleet.served[variant], text_request), alone=alone)
+        return self._plain(derive_exchange(exchange, self._fleet.variant(variant), text_request), alone=alone)
 
     def _plain(self, exchange: Exchange, *, alone: bool = True) -> Answerer:
         """`alone`: no other variant takes part in the answer, so it may be retried until the client has heard of it."""

@@ -374,6 +374,7 @@ def _request(
         tenant=caller.tenant,
         weight=caller.weight,
         # A random salt is shared with no other request, so nothing is found in the cache and nothing can be found.
+        adapter=served.adapter,
         salt=caller.tenant if text_request.cache == "on" else f"{LONE}{secrets.token_hex(8)}",
         deadline=exchange.deadline,
         arrival=exchange.arrival,

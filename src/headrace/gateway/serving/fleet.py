@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 from headrace.config import Config, names_of, upstreams_of, variants_of
+from headrace.engine.interface.request import AdapterRef
 from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.submission import ReplicaState
 from headrace.errors import RequestError
@@ -30,6 +31,8 @@ from headrace.gateway.serving.variant_engines import (
 )
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.llm import AsyncLLM
+from headrace.llm.adapters import open_adapter
+from headrace.models.model_folder import find_model, open_model
 
 # Called while weights are packed with the variant, the bytes packed so far and the total.
 Loading = Callable[[str, int, int], None]
@@ -46,9 +49,11 @@ class Fleet:
 
     def __init__(self, served: Mapping[str, ServedVariant], aliases: Mapping[str, str], default: str) -> None:
         self.served = dict(served)
+        self.adapters: dict[str, ServedVariant] = {}  # by full name, such as mini:orders
         self.aliases = dict(aliases)
         self.default = default
         self._runs: dict[str, Runs] = {}  # by the variant's name
+        self._folders: dict[str, str] = {}  # of the models that engines serve, by the variant's name
         self._makers: dict[str, Callable[[], tuple[ServedVariant, AsyncLLM]]] = {}  # of variants that can be reloaded
         self._reloading = asyncio.Lock()
         self._retiring: set[asyncio.Task[None]] = set()  # engines that were replaced and end their requests
@@ -94,6 +99,17 @@ class Fleet:
         default = config.default_model or next(iter(config.models))
         fleet = cls({full: made[full][0] for full in order}, aliases, default)
         fleet._runs = {full: made[full][1] for full in order}
+        fleet._folders = {
+            full: each.variant.model for full, (_, each) in made.items() if isinstance(each, VariantEngine)
+        }
+        try:
+            for name, model in config.models.items():
+                for adapter, declared in model.adapters.items():
+                    fleet.add_adapter(name, fleet.open_adapter(name, adapter, declared.path), tenants=declared.tenants)
+        except BaseException:
+            for engine in runs:
+                engine.abandon()
+            raise
         fleet._drain_s = config.server.drain_s
         if attach is None and config.server.processes == 1:
             fleet._makers = {
@@ -102,6 +118,36 @@ class Fleet:
                 for full, variant in variants_of(name, model, config.surfaces).items()
             }
         return fleet
+
+    def own_variants(self, model: str) -> list[str]:
+        """Return the full names of a model's variants that engines serve."""
+        return [full for full in self._folders if full.partition("@")[0] == model]
+
+    def open_adapter(self, model: str, name: str, path: str) -> AdapterRef:
+        """Check an adapter's files against a model. HeadraceError if the model cannot be served with it."""
+        variants = self.own_variants(model)
+        if not variants:
+            raise RequestError(f"No engine of Headrace serves '{model[:200]}', so it takes no adapters.")
+        return open_adapter(name, path, open_model(find_model(self._folders[variants[0]])))
+
+    def add_adapter(
+        self, model: str, ref: AdapterRef, *, tenants: Sequence[str] = (), created: int | None = None
+    ) -> None:
+        """Serve an adapter with every variant of a model that engines serve, in place of one of the same name."""
+        for full in self.own_variants(model):
+            served = self.served[full].with_adapter(ref, tenants=tenants, created=created)
+            self.adapters[served.name] = served
+
+    def remove_adapter(self, model: str, name: str) -> None:
+        """Stop serving an adapter. Requests that run with it go on."""
+        for full in self.own_variants(model):
+            served = self.adapters.pop(f"{full}:{name}", None)
+            if served is not None and served.adapter is not None and isinstance(served.engine, EngineClient):
+                served.engine.drop_adapter(served.adapter.digest)
+
+    def variant(self, full: str) -> ServedVariant:
+        """Return a variant, or one with an adapter, by its full name. KeyError if there is none."""
+        return self.adapters[full] if full in self.adapters else self.served[full]
 
     def workers(self) -> dict[str, list[str]]:
         """Return the addresses of the workers of each variant, for `attach`."""
@@ -144,6 +190,12 @@ class Fleet:
             for field in ServedVariant.__struct_fields__:
                 if field != "created":
                     setattr(served, field, getattr(fresh, field))
+            for each in self.adapters.values():
+                if each.base == name and each.adapter is not None:
+                    renewed = served.with_adapter(each.adapter, tenants=each.tenants)
+                    for field in ServedVariant.__struct_fields__:
+                        if field != "created":
+                            setattr(each, field, getattr(renewed, field))
             self._runs[name] = engine
             task = asyncio.create_task(self._retire(old))
             self._retiring.add(task)
@@ -231,7 +283,7 @@ class Fleet:
                 return found
             if profile != "fast" and self.aliases.get(base, base) in self.served:
                 self._no_profile(wanted, profile)
-        found = self.served.get(self.aliases.get(base, base) + at + variant)
+        found = self.served.get(self.aliases.get(base, base) + at + variant) or self._find_adapter(wanted, profile)
         if found is None:
             there = ", ".join(sorted(self.served))
             raise ApiError(
@@ -241,6 +293,21 @@ class Fleet:
                 code="model_not_found",
             )
         return found
+
+    def _find_adapter(self, wanted: str, profile: str) -> ServedVariant | None:
+        """Find MODEL:ADAPTER, ALIAS:ADAPTER or MODEL@VARIANT:ADAPTER."""
+        model, colon, adapter = wanted.rpartition(":")
+        if not colon or not self.adapters:
+            return None
+        base, at, variant = model.partition("@")
+        base = self.aliases.get(base, base)
+        found = self.adapters.get(f"{base}{at}{variant}:{adapter}")
+        if profile == "standard" or at or found is None:
+            return found
+        named = self.adapters.get(f"{base}@{profile}:{adapter}")
+        if named is None and profile != "fast":
+            self._no_profile(wanted, profile)
+        return named or found
 
     def _no_profile(self, name: str, profile: str) -> NoReturn:
         raise ApiError(

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
-from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.request import AdapterRef, GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.images.image_reader import ImageReader
@@ -84,7 +84,15 @@ class ServedVariant(msgspec.Struct, kw_only=True):
     special_tokens: bool = False  # whether a prompt of a completion may hold control tokens
     upstream: Upstream | None = None  # serves it in place of an engine
     description: ModelDescription | None = None  # None: only the upstream knows
+    adapter: AdapterRef | None = None  # that its requests are computed with
+    base: str = ""  # of an adapter: the variant that it belongs to
+    tenants: tuple[str, ...] = ()  # of an adapter: those that may use it; empty: all
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def variant(self) -> str:
+        """The name of the variant that computes: without its adapter."""
+        return self.base or self.name
 
     @property
     def own_tokenizer(self) -> Tokenizer | None:
@@ -133,7 +141,22 @@ class ServedVariant(msgspec.Struct, kw_only=True):
             "max_model_len": self.known_context,
             "kind": self.kind,
             "served_by": "engine" if self.upstream is None else "upstream",
+            **({"parent": self.base} if self.adapter is not None else {}),
         }
+
+    def with_adapter(
+        self, ref: AdapterRef, *, tenants: Sequence[str] = (), created: int | None = None
+    ) -> ServedVariant:
+        """Return this variant with an adapter, as a model of its own."""
+        return msgspec.structs.replace(
+            self,
+            name=f"{self.name}:{ref.name}",
+            fingerprint=f"{self.fingerprint}-{ref.digest[:10]}",
+            adapter=ref,
+            base=self.name,
+            tenants=tuple(tenants),
+            created=int(time.time()) if created is None else created,
+        )
 
 
 def no_tokens(name: str) -> ApiError:

@@ -142,6 +142,7 @@ class TextEvaluation:
                 tenant=self._caller.tenant,
                 weight=self._caller.weight,
                 salt=self._caller.tenant,
+                adapter=self.served.adapter,
                 surface=self.surface,
                 priority=self._priority,
             )

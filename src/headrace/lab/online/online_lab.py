@@ -52,7 +52,7 @@ class OnlineLab:
         cls, config: Config, services: Services, store: LabStore, *, similarity: Similarity = lexical_overlap
     ) -> OnlineLab:
         generate, served = services.dispatcher.generate, services.fleet.served
-        prices, drift = PriceBook.from_config(config.prices), None
+        prices, drift = PriceBook.from_config(config.prices, config.models), None
         if config.drift.share:
             encoder = None if config.drift.encoder is None else served[config.drift.encoder]
             drift = DriftWatch(config.drift, store, encoder=encoder, prices=prices)

@@ -114,6 +114,11 @@ PIN: Final[ParameterTable] = {
     "tenant": Parameter("Tenant whose requests find it.", Line),
     "public": Parameter("Whether the requests of all tenants find it. Set either this or 'tenant'.", bool),
 }
+ADAPTER: Final[ParameterTable] = {
+    "name": Parameter("Name, which clients put after the model's and a colon.", Line, required=True),
+    "path": Parameter("Folder of the adapter in PEFT's layout, on every host with workers.", _Text, required=True),
+    "tenants": Parameter("Tenants that may use it. Default: all.", _Names),
+}
 # Query parameters of a usage export.
 _Day = Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
 USAGE: Final[Mapping[str, Any]] = {
