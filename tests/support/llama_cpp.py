@@ -49,6 +49,12 @@ class LlamaCpp:
         )
         return answer["tokens"]
 
+    def likeliest(self, tokens: list[int], count: int) -> dict[int, float]:
+        """Return the log-probabilities of the likeliest next tokens; nothing if the first of them ends the text."""
+        body = {"n_predict": 1, "temperature": 0, "n_probs": count, "cache_prompt": False}
+        found = self.post("/completion", prompt=tokens, **body).get("completion_probabilities")
+        return {each["id"]: each["logprob"] for each in found[0]["top_logprobs"]} if found else {}
+
 
 @contextmanager
 def llama_cpp(file: Path) -> Generator[LlamaCpp]:
