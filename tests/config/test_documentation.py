@@ -42,16 +42,16 @@ from headrace.config import (
     names_of,
 )
 from headrace.config import breaker_section as breaker
-from headrace.config import canary_section as canary
-from headrace.config import drift_section as drift
 from headrace.config import managed_section as managed
 from headrace.config import pipeline_section as pipelines
 from headrace.config import routing_section as routing
 from headrace.config import shaping_section as shaping
 from headrace.config import upstream_section as upstreams
 from headrace.config.catalogue_section import CatalogueConfig
+from headrace.config.lab import canary_section as canary
+from headrace.config.lab import drift_section as drift
+from headrace.config.lab.recording_section import RecordingConfig
 from headrace.config.loader import OPTIONS
-from headrace.config.recording_section import RecordingConfig
 from headrace.config.toml_text import config_toml, toml_value
 from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.surfaces import SURFACES

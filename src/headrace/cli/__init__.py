@@ -63,6 +63,7 @@ COMMANDS = {
 
 _PACKAGES = {
     "admin": "admin.",
+    **dict.fromkeys(("adapt", "compress", "make-model", "reshape"), "making."),
     **dict.fromkeys(("canary", "gate", "recordings", "replay", "shadows", "techniques"), "lab."),
 }
 

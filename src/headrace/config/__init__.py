@@ -17,19 +17,19 @@ from msgspec import Meta
 
 from headrace.config.adapter_section import AdapterConfig
 from headrace.config.cache_section import CacheConfig, CacheMode, ExactConfig, ResultsConfig, SemanticConfig
-from headrace.config.canary_section import CanaryConfig
 from headrace.config.catalogue_section import CatalogueConfig
 from headrace.config.collection_section import CollectionsConfig
-from headrace.config.drift_section import DriftConfig
 from headrace.config.images_section import ImagesConfig
+from headrace.config.lab.canary_section import CanaryConfig
+from headrace.config.lab.drift_section import DriftConfig
+from headrace.config.lab.recording_section import RecordingConfig
+from headrace.config.lab.safety_section import SafetyConfig
 from headrace.config.ledger_section import LedgerConfig, PriceConfig
 from headrace.config.limit_section import LimitingConfig, LimitSet
 from headrace.config.observe_section import AlertsConfig, ObserveConfig, TracesConfig
 from headrace.config.pin_section import PinConfig
 from headrace.config.pipeline_section import PipelineConfig
-from headrace.config.recording_section import RecordingConfig
 from headrace.config.routing_section import RoutingConfig
-from headrace.config.safety_section import SafetyConfig
 from headrace.config.shaping_section import LadderConfig, ProfilesConfig, ShapingConfig
 from headrace.config.slo_section import SloConfig
 from headrace.config.tenant_section import AdminConfig, BudgetConfig, CachesConfig, FastConfig, KeyConfig, TenantConfig

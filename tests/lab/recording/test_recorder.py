@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.config import KeyConfig
-from headrace.config.recording_section import RecordingConfig
+from headrace.config.lab.recording_section import RecordingConfig
 from headrace.config.tenant_section import TenantConfig
 from headrace.lab.recording.recorded_request import RecordedRequest
 from headrace.lab.recording.recorder import Recorder

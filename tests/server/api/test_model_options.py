@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.config import ModelConfig
+from headrace.config.lab.safety_section import SafetyConfig
 from headrace.config.ledger_section import PriceConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
-from headrace.config.safety_section import SafetyConfig
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe.latency.latency_book import LatencyBook, RequestSample, Slice
 from tests.support.accounts import bearer, declared

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from headrace.config.canary_section import CanaryConfig
+from headrace.config.lab.canary_section import CanaryConfig
 from headrace.gateway.accounts.account_records import CanaryRecord
 from headrace.gateway.accounts.admin_operations import Actor
 from headrace.gateway.api_errors import ApiError

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.config.drift_section import DriftConfig
+from headrace.config.lab.drift_section import DriftConfig
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.embedder import ServedEmbedder
 from headrace.gateway.flow.answer_observer import FinishedAnswer

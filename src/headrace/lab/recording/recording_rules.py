@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from headrace.config import ConfigError
-from headrace.config.recording_section import RecordingConfig
+from headrace.config.lab.recording_section import RecordingConfig
 from headrace.config.value_types import Finding
 from headrace.lab.recording.line_cipher import LineCipher
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
-from headrace.config.recording_section import RecordingConfig, RedactionRule
+from headrace.config.lab.recording_section import RecordingConfig, RedactionRule
 
 _KEYS: Final = re.compile(
     r"""

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
-    bamba,
     bloom,
     cohere,
     deepseek,
@@ -27,16 +26,12 @@ from headrace.models.families import (
     gpt_neox,
     gpt_oss,
     granite,
-    granite_hybrid,
-    lfm2,
     llama,
     llama4,
-    mamba2,
     mixtral,
     olmo,
     phi,
     qwen,
-    qwen_next,
     stablelm,
     starcoder,
 )
@@ -44,6 +39,7 @@ from headrace.models.families.config_keys import check_keys
 from headrace.models.families.decoder import check_size
 from headrace.models.families.encoders import bert, eurobert, modernbert, mpnet, nomic, roberta
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
+from headrace.models.families.recurrent import bamba, granite_hybrid, lfm2, mamba2, qwen_next
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
 from headrace.models.families.vision import idefics3
 from headrace.models.sentence_files import read_max_tokens, read_pooling

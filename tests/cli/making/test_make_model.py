@@ -334,7 +334,7 @@ def test_help_loads_no_command_and_no_numpy() -> None:
             "import sys",
             "from headrace.cli import main",
             "assert main(['--help']) == 0",
-            "heavy = {'numpy', 'tokenizers', 'jinja2', 'headrace._core', 'headrace.cli.make_model'}",
+            "heavy = {'numpy', 'tokenizers', 'jinja2', 'headrace._core', 'headrace.cli.making.make_model'}",
             "print('loaded:', sorted(heavy & set(sys.modules)))",
         )
     )

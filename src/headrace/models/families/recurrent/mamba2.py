@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.models.config_json import MAX_CONTEXT, MAX_HEAD_SIZE, MAX_HEADS, MAX_HIDDEN, MAX_VOCAB, ConfigJson
 from headrace.models.families.decoder import TensorNames, find_prefix, layer_count, named_sources
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.families.recurrent import MAMBA_NAMES, MOST_TAPS, flat_convolutions, step_bounds
+from headrace.models.families.recurrent.recurrent_layers import MAMBA_NAMES, MOST_TAPS, flat_convolutions, step_bounds
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 
 architectures: tuple[str, ...] = ("Mamba2ForCausalLM",)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from headrace.cli.compress_target import Target
+from headrace.cli.making.compress_target import Target
 from headrace.compress.block_grids import BLOCK_TYPES
 from headrace.compress.compressed_folder import FORMATS, SPARSE
 from headrace.compress.pruning import PRUNERS, parse_sparsity

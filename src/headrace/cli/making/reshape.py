@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.evaluation.evaluation import EvaluationProgress
-from headrace.cli.calibration_text import calibration_sequences, read_documents
 from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.calibration_text import calibration_sequences, read_documents
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.reshaping import LayerReport, Shape, reshape_model

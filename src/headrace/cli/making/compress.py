@@ -21,8 +21,9 @@ from headrace.bench.evaluation.evaluation import (
     evaluate_variants,
 )
 from headrace.bench.evaluation.evaluation_table import markdown, show
-from headrace.cli.calibration_text import calibration_sequences, read_documents, split_documents
-from headrace.cli.compress_format import (
+from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.calibration_text import calibration_sequences, read_documents, split_documents
+from headrace.cli.making.compress_format import (
     check_format,
     default_format,
     gguf_recipe,
@@ -30,8 +31,7 @@ from headrace.cli.compress_format import (
     plain_recipe,
     sparse_recipe,
 )
-from headrace.cli.compress_target import parse_target, planned
-from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.compress_target import parse_target, planned
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.compression import (

@@ -16,7 +16,7 @@ from headrace.models.families.decoder import (
 )
 from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.families.granite import GRANITE_NAMES, expert_part, with_factors
-from headrace.models.families.recurrent import (
+from headrace.models.families.recurrent.recurrent_layers import (
     MAMBA_IGNORED,
     MAMBA_NAMES,
     flat_convolutions,

@@ -18,8 +18,10 @@ from headrace.adapt.modules import parse_targets
 from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, require_torch
 from headrace.adapt.training_rows import TrainingRow, hold_out
 from headrace.bench.evaluation.evaluation import EvaluationProgress
-from headrace.cli.adapt_card import score_table, write_card
-from headrace.cli.adapt_examples import (
+from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.lab.replay import api_key
+from headrace.cli.making.adapt_card import score_table, write_card
+from headrace.cli.making.adapt_examples import (
     answered_by,
     has_answer,
     read_answered_traffic,
@@ -27,8 +29,6 @@ from headrace.cli.adapt_examples import (
     rows_of,
     text_rows,
 )
-from headrace.cli.evaluate import EvaluationBar
-from headrace.cli.lab.replay import api_key
 from headrace.engine.executors.cpu_executor import usable_cores
 from headrace.errors import RequestError
 from headrace.lab.answering.model_server import AnswererSpec, parse_spec

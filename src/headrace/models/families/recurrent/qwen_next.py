@@ -17,7 +17,7 @@ from headrace.models.families.decoder import (
 )
 from headrace.models.families.family import TensorPart, TensorSources, architecture_of
 from headrace.models.families.qwen import QWEN_NAMES, expert_layers, shared_experts
-from headrace.models.families.recurrent import MOST_TAPS, flat_convolutions
+from headrace.models.families.recurrent.recurrent_layers import MOST_TAPS, flat_convolutions
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 

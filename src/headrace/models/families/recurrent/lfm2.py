@@ -15,7 +15,7 @@ from headrace.models.families.decoder import (
     named_sources,
 )
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.families.recurrent import MOST_TAPS, flat_convolutions
+from headrace.models.families.recurrent.recurrent_layers import MOST_TAPS, flat_convolutions
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 

@@ -15,7 +15,7 @@ from headrace.models.families.decoder import (
     named_sources,
 )
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.families.recurrent import (
+from headrace.models.families.recurrent.recurrent_layers import (
     MAMBA_IGNORED,
     MAMBA_NAMES,
     flat_convolutions,

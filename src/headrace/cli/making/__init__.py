@@ -1,0 +1,1 @@
+"""Commands that make a model: with random weights, trained, smaller or of another shape."""

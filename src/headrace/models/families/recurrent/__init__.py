@@ -1,0 +1,1 @@
+"""Families with recurrent layers beside or instead of attention."""
