@@ -205,7 +205,8 @@ async def test_a_restart_goes_on_with_the_same_canary_and_its_evidence(tmp_path:
         before = [await chat(running, number) for number in range(20)]
         await canaries.save()
         [saved] = (await running.did("GET", "canary"))["data"]
-    async with trying(tmp_path) as (running, _, _):
+    async with trying(tmp_path) as (running, _, canaries):
+        await until(lambda: "mini" in canaries._evidence)  # it is loaded while the server starts to serve
         [shown] = (await running.did("GET", "canary"))["data"]
         assert shown == saved
         assert [await chat(running, number) for number in range(20)] == before

@@ -103,7 +103,7 @@ def refusal(folder: Path, part: str = "") -> str:
         ("awq", {"bits": 8}, "Expected 4, found 8"),
         ("awq", {"version": "gemv"}, "found 'gemv'"),
         ("ct-w8a8", {"format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported. Headrace reads pack"),
-        ("ct-w8a8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse files must be stored dense"),
+        ("ct-w8a8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse and quantised must be stored dense"),
         ("ct-w8a8", {"transform_config": {"R1": {}}}, "does not rotate"),
         ("bnb-nf4", {"load_in_8bit": True}, "either load_in_4bit or load_in_8bit"),
         ("bnb-nf4", {"bnb_4bit_quant_type": "int3"}, "found 'int3'"),
