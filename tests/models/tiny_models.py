@@ -490,6 +490,16 @@ def _starcoder2() -> Any:
     return transformers.Starcoder2Config(**SIZES, sliding_window=WINDOW, norm_epsilon=1e-3)
 
 
+def _nemotron() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return transformers.NemotronConfig(**SIZES, rope_parameters=rope, attention_bias=True, mlp_bias=True)
+
+
+def _arcee() -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    return transformers.ArceeConfig(**SIZES, rope_parameters=rope, mlp_bias=True, tie_word_embeddings=False)
+
+
 def _gpt_oss() -> Any:
     rope = {
         "rope_type": "yarn",
@@ -759,6 +769,8 @@ TINY: dict[str, Tiny] = {
     "ernie": Tiny("Ernie4_5ForCausalLM", _ernie),
     "stablelm": Tiny("StableLmForCausalLM", _stablelm),
     "starcoder2": Tiny("Starcoder2ForCausalLM", _starcoder2),
+    "nemotron": Tiny("NemotronForCausalLM", _nemotron),
+    "arcee": Tiny("ArceeForCausalLM", _arcee),
     "gpt-oss": Tiny("GptOssForCausalLM", _gpt_oss),
     "deepseek-v2-lite": Tiny("DeepseekV2ForCausalLM", _deepseek_v2_lite, brief=True),
     "deepseek-v2": Tiny("DeepseekV2ForCausalLM", _deepseek_v2),

@@ -33,6 +33,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu": functional.relu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda values: functional.gelu(values, approximate="tanh"),
+    "squared_relu": lambda values: functional.relu(values).square(),
 }
 
 

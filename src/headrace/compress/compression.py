@@ -72,12 +72,12 @@ def products_of(folder: ModelFolder) -> list[str]:
     return [name for name in folder.shapes if name.startswith("layers.") and is_product(name)]
 
 
-def check_model(folder: ModelFolder, recipe: Recipe) -> None:
+def check_model(folder: ModelFolder, recipe: Recipe, *, command: str = "compress") -> None:
     """Raise RequestError for what cannot be compressed, or not with this recipe. Reads no weights."""
+    instead = "Serve it with --weights int8 or int4 instead."
     if folder.spec.kind != "decoder":
         raise RequestError(
-            f"{folder.spec.architecture} is an encoder. `headrace compress` takes decoders; serve an encoder with "
-            "--weights int8 instead.",
+            f"{folder.spec.architecture} is an encoder. `headrace {command}` takes decoders. {instead}",
             parameter="model",
         )
     if folder.path.suffix == ".gguf":
@@ -89,22 +89,21 @@ def check_model(folder: ModelFolder, recipe: Recipe) -> None:
         check_gguf(folder)
     if not _computes(folder.spec):
         raise RequestError(
-            f"`headrace compress` cannot compute the layers of {folder.spec.architecture} yet. Serve it with --weights "
-            "int8 or int4 instead.",
+            f"`headrace {command}` cannot compute the layers of {folder.spec.architecture} yet. {instead}",
             parameter="model",
         )
     if any(
         part.index is not None and part.name.endswith(".weight") for parts in folder.sources.values() for part in parts
     ):
         raise RequestError(
-            f"{folder.spec.architecture} keeps all experts of a layer in one tensor, which `headrace compress` cannot "
-            "write yet. Serve it with --weights int8 or int4 instead.",
+            f"{folder.spec.architecture} keeps all experts of a layer in one tensor, which `headrace {command}` "
+            f"cannot write yet. {instead}",
             parameter="model",
         )
     if any(part.pairs for parts in folder.sources.values() for part in parts):
         raise RequestError(
-            f"{folder.spec.architecture} keeps the rows of queries and keys in pairs, which `headrace compress` cannot "
-            "write yet. Serve it with --weights int8 or int4 instead.",
+            f"{folder.spec.architecture} keeps the rows of queries and keys in pairs, which `headrace {command}` "
+            f"cannot write yet. {instead}",
             parameter="model",
         )
     for name in products_of(folder):

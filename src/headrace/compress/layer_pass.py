@@ -230,6 +230,8 @@ def activate(kind: str, values: F32) -> F32:
             return (values / (1 + np.exp(-values))).astype(np.float32, copy=False)
         case "relu":
             return np.maximum(values, 0)
+        case "squared_relu":
+            return np.square(np.maximum(values, 0))
         case "gelu_tanh":
             inner = np.float32(math.sqrt(2 / math.pi)) * (values + np.float32(0.044715) * values**3)
             return (np.float32(0.5) * values * (1 + np.tanh(inner))).astype(np.float32, copy=False)

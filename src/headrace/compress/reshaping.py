@@ -102,7 +102,7 @@ def reshape_model(
     watch: Callable[[int, int], None] = lambda _, __: None,
 ) -> list[LayerReport]:
     """Write the model with other sizes to the folder `out`, which must not exist."""
-    check_model(folder, Recipe(bits={name: 16 for name in folder.shapes}))
+    check_model(folder, Recipe(bits={name: 16 for name in folder.shapes}), command="reshape")
     if out.exists():
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
     spec = target_spec(folder.spec, shape)

@@ -20,11 +20,11 @@ from typing import Literal
 import msgspec
 
 NormKind = Literal["rms", "layer"]
-PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
 Activation = PlainActivation | Literal["clamped_silu"]  # gated only: act(gate) * (up + 1), both clamped (gpt-oss)
 QkNorm = Literal["none", "head", "full", "each_head", "unit"]
 Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
-PooledActivation = Literal["identity", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh", "relu"]
+PooledActivation = PlainActivation | Literal["identity", "tanh", "sigmoid"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ModelKind = Literal["decoder", "encoder", "reranker"]
 Mixer = Literal["attention", "recurrent", "none"]

@@ -36,6 +36,7 @@ _ACTIVATIONS: Final[Mapping[PooledActivation, Callable[[float], float]]] = {
     "gelu": lambda x: 0.5 * x * (1.0 + math.erf(x / math.sqrt(2.0))),
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: max(x, 0.0),
+    "squared_relu": lambda x: max(x, 0.0) ** 2,
 }
 
 

@@ -36,6 +36,7 @@ ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "squared_relu",
 }
 
 # Canonical name within a layer (or of the model) -> names in the files, whose rows are joined; "{expert}" is a number.
