@@ -20,6 +20,7 @@ import uvloop
 from mock_engine import MockEngine
 
 from headrace.config import Config, ServerConfig, StorageConfig
+from headrace.config.observe_section import ObserveConfig, TracesConfig
 from headrace.gateway.output.reasoning import detect_reasoning_format
 from headrace.gateway.output.tool_formats import detect_tool_format
 from headrace.gateway.serving.fleet import Fleet
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--tokens-per-s", type=float, default=20.0, help="of each stream of the model `paced`")
     parser.add_argument("--profile", type=Path, help="write cProfile's numbers there at the end")
+    parser.add_argument("--traces", help="URL of a collector of traces; default: none")
+    parser.add_argument("--sample", type=float, default=0.1, help="share of the requests whose traces are exported")
     options = parser.parse_args()
 
     fleet = make_mock_fleet(options.tokens_per_s)
@@ -41,6 +44,7 @@ def main() -> None:
         config = Config(
             server=ServerConfig(port=options.port, idle_s=600.0),  # so long may the others be measured meanwhile
             storage=StorageConfig(folder=folder),
+            observe=ObserveConfig(traces=TracesConfig(url=options.traces, sample=options.sample)),
         )
 
         def ready(url: str) -> None:

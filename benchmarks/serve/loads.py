@@ -37,7 +37,7 @@ class Load:
     metrics: Callable[[BenchmarkResult], dict[str, float]]
     quick: tuple[str, ...] = ()  # in place of the flags' counts, to see that everything works
 
-    def asked(self, *, quick: bool) -> tuple[str, ...]:
+    def chosen_flags(self, *, quick: bool) -> tuple[str, ...]:
         return self.quick if quick and self.quick else self.flags
 
 
@@ -131,7 +131,7 @@ def measure(load: Load, url: str, asked: Sequence[str], *, seed: int, quick: boo
         out = Path(folder) / "result.json"
         command = [
             *(sys.executable, "-m", "headrace", "bench", url, "--json", str(out), "--seed", str(seed)),
-            *("--token-mismatch", "off", "--no-live", *load.text_request(quick=quick), *asked),
+            *("--token-mismatch", "off", "--no-live", *load.chosen_flags(quick=quick), *asked),
         ]
         places.LOGS.mkdir(parents=True, exist_ok=True)
         with (places.LOGS / "serve-bench.log").open("ab") as log:

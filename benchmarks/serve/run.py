@@ -74,7 +74,7 @@ class Run:
             "machine": describe(Prober(servers.THREADS).machine),
             "versions": {"headrace": {"commit": commit()}, **self.versions},
             "configuration": servers.CONFIGURATION,
-            "loads": {load.name: " ".join(load.text_request(quick=options.quick)) for load in self.loads},
+            "loads": {load.name: " ".join(load.chosen_flags(quick=options.quick)) for load in self.loads},
             "failures": self.failures,
             "timings": self.timings,
         }
