@@ -217,8 +217,8 @@ async def test_a_killed_process_is_replaced_and_what_it_held_is_settled(tmp_path
         await until(lambda: server.fronts is not None and server.fronts.are_ready)
         assert await chats(server) == {200: CONNECTIONS}
         assert await answered_by_fronts(server) > 0
-        # Whole answers have three tokens. Of those that were cut, all before the last delta is surely sent: one. A process
-        # that is killed just after it sent a delta may not have said so any more: then nothing is charged.
+        # Whole answers have three tokens. Of those that were cut, all before the last delta is surely sent: one. A
+        # process that is killed just after it sent a delta may not have noted that any more: then nothing is charged.
         least = 3_000 * (whole[True] + CONNECTIONS)
         most = least + 1_000 * whole[False]
         assert least < await spent_micros(server, most) <= most
