@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from headrace.llm import LLM as LLM
     from headrace.llm import AsyncLLM as AsyncLLM
     from headrace.server.local_gateway import LocalGateway as LocalGateway
+    from headrace.version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "LocalGateway", "__version__"]
 
 
@@ -22,4 +22,8 @@ def __getattr__(name: str) -> "Any":
         from headrace.server.local_gateway import LocalGateway
 
         return LocalGateway
+    if name == "__version__":
+        from headrace.version import __version__
+
+        return __version__
     raise AttributeError(f"module 'headrace' has no attribute '{name}'")

@@ -10,13 +10,13 @@ from typing import Any
 import anthropic
 import pytest
 
-from headrace import __version__
 from headrace.config import KeyConfig, RequestLimits
 from headrace.engine.interface.grammar_spec import NOT_FOLLOWED
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
+from headrace.version import __version__
 from tests.support.running_server import CHAT, asynchronous, fails, serving, words
 
 MESSAGE: Any = {"model": "mini", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}

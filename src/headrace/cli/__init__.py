@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 
 from cyclopts import App, CycloptsError
 
-from headrace import __version__
 from headrace.errors import DownloadError, HeadraceError, InsufficientMemoryError
+from headrace.version import __version__
 
 FAILED = 1
 WRONG_USAGE = 2

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace import __version__
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable, body_schema
 from headrace.server.http.route_table import Route
+from headrace.version import __version__
 
 _ERROR: Final[dict[str, Any]] = {
     "type": "object",

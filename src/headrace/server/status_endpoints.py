@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from typing import Final
 
-from headrace import __version__
 from headrace.errors import HeadraceError
 from headrace.gateway.accounts.directory import IdentifiedCaller
 from headrace.gateway.api_errors import ApiError
@@ -15,6 +14,7 @@ from headrace.observe import metrics
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall, Response
 from headrace.server.http.route_table import Route
+from headrace.version import __version__
 
 _ENGINE_TIMEOUT_S: Final = 0.5  # for one engine's statistics
 

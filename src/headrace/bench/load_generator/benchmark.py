@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 import uvloop
 
-from headrace import __version__
 from headrace.bench.client.http_client import HttpClient, Target
 from headrace.bench.load_generator.arrivals import Arrivals
 from headrace.bench.load_generator.benchmark_options import MOST_REQUESTS, BenchmarkOptions, LoadTenant
@@ -32,6 +31,7 @@ from headrace.bench.load_generator.workloads import UniformLengths, Workload, se
 from headrace.bench.results.benchmark_result import BenchmarkResult, RequestRow, RunSnapshot, StageResult
 from headrace.bench.results.request_stats import compute_stats, stats_by, stats_by_length
 from headrace.errors import RequestError
+from headrace.version import __version__
 
 DEFAULT_SECONDS: Final = 30.0  # per stage, if neither requests nor seconds are given
 _WARMUP: Final = Workload(name="warm-up", own=UniformLengths(64), answer=UniformLengths(16))  # for traces

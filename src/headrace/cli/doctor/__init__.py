@@ -16,7 +16,6 @@ from cyclopts import Parameter
 from rich.table import Table
 from rich.text import Text
 
-from headrace import __version__
 from headrace.cli.admin.admin_client import printable
 from headrace.cli.admin.admin_output import print_table
 from headrace.cli.doctor.check_result import CheckResult, fail, ok
@@ -37,6 +36,7 @@ from headrace.config.value_types import Finding
 from headrace.errors import RequestError
 from headrace.server.config_checks import load_config
 from headrace.server.deployment_checks import check_deployment
+from headrace.version import __version__
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import headrace
 from headrace.cli.doctor.check_result import CheckResult, fail, ok, warn
 from headrace.cli.doctor.memory_checks import configured_memory
 from headrace.config import Config
@@ -149,7 +148,7 @@ def check_extras() -> Iterator[CheckResult]:
 
 def check_clock(root: Path = Path("/"), *, now: float | None = None) -> Iterator[CheckResult]:
     """Check the wall clock, which budgets, keys and logs go by, and how fast the system reads it."""
-    built = Path(headrace.__file__).stat().st_mtime
+    built = Path(__file__).stat().st_mtime
     if (time.time() if now is None else now) < built - 86_400:
         advice = "Set the clock: budgets, expiring keys and TLS depend on it. Run: timedatectl set-ntp true"
         yield fail("clock", "the clock is behind the date at which Headrace was installed", advice)

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from headrace import __version__
 from headrace.engine.executors.adapter_table import AdapterMemoryError
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest
@@ -36,6 +35,7 @@ from headrace.engine.process import wire
 from headrace.engine.process.open_engine import OpenedVariant, open_variant
 from headrace.engine.process.worker_log import configure_worker_log
 from headrace.errors import HeadraceError, RequestError
+from headrace.version import __version__
 
 if TYPE_CHECKING:
     from headrace.engine.grammar.constraints import Compilation, GrammarState

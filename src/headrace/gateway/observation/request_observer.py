@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from headrace import __version__
 from headrace.config import Config, TracesConfig
 from headrace.config.environment import required_secret
 from headrace.gateway.api_errors import ApiError
@@ -23,6 +22,7 @@ from headrace.observe.slo.objectives import Objective, Objectives, objectives_of
 from headrace.observe.traces.request_record import RecentRequests, RequestRecord
 from headrace.observe.traces.timeline import Timeline
 from headrace.observe.traces.trace_exporter import TraceExporter
+from headrace.version import __version__
 
 _PROMPT_BYTES: Final = 32 * 1024  # of an exported prompt
 

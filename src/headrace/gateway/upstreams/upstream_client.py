@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from headrace import __version__
 from headrace.config.upstream_section import UpstreamConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.upstreams import upstream_errors
+from headrace.version import __version__
 
 _MOST_ERROR: Final = 64 * 1024  # bytes read of an error's body
 _ERROR_S: Final = 2.0  # time limit for reading it

@@ -13,17 +13,13 @@ from msgspec.structs import replace
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
-    bloom,
     cohere,
     deepseek,
     ernie,
     exaone,
-    falcon,
     gemma,
     gemma1,
     glm,
-    gpt2,
-    gpt_neox,
     gpt_oss,
     granite,
     llama,
@@ -40,6 +36,7 @@ from headrace.models.families.config_keys import check_keys
 from headrace.models.families.decoder import check_size
 from headrace.models.families.encoders import bert, eurobert, modernbert, mpnet, nomic, roberta
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
+from headrace.models.families.gpt import bloom, falcon, gpt2, gpt_neox
 from headrace.models.families.recurrent import bamba, granite_hybrid, lfm2, mamba2, qwen_next
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
 from headrace.models.families.vision import idefics3

@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol, cast
 
 import msgspec
 
-from headrace import __version__
 from headrace.pipelines.public_fetch import FetchError, FetchPolicy, fetch
 from headrace.pipelines.tools.tool import ToolError
 from headrace.sse import EventReader, EventTooLongError
+from headrace.version import __version__
 
 PROTOCOL: Final = "2025-06-18"
 _MESSAGE_BYTES: Final = 4 * 1024 * 1024

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from headrace import __version__
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.upstreams.managed_engine import ManagedEngine
@@ -22,6 +21,7 @@ from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
 from headrace.server.admin.outcome_figures import outcome_json
 from headrace.server.endpoint_context import EndpointContext
+from headrace.version import __version__
 
 WINDOW_S: Final = 300.0
 _RATE_S: Final = 30.0  # rates are those of whole ticks in this time

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from headrace import __version__
 from headrace.config import RequestLimits
 from headrace.gateway.accounts.access import find_model, visible_models
 from headrace.gateway.api_errors import ApiError, invalid_request
@@ -44,6 +43,7 @@ from headrace.server.http.api_call import OLLAMA, ApiCall, Response
 from headrace.server.http.body_parameters import ParameterTable
 from headrace.server.http.route_table import Route
 from headrace.server.http.unknown_fields import UnknownFields
+from headrace.version import __version__
 
 VERSION: Final = "0.13.5"  # the release of Ollama that this API follows; clients compare it with what they need
 LINES: Final = b"application/x-ndjson"
