@@ -26,6 +26,7 @@ from typing import Any, Final
 
 WAIT_S = 300  # for a server or a block that ends on no machine
 PORT = re.compile(r"(localhost|127\.0\.0\.1):8000\b")
+GRPC_PORT = re.compile(r"(localhost:|grpc_port = )9500\b")
 BLOCK = re.compile(
     r"^[ ]*<!--\ example:\s*(?P<note>.*?)\s*-->[ ]*\n"
     r"|^(?P<indent>[ ]*)```(?P<language>[^\n`]*)\n(?P<text>.*?)^[ ]*```[ ]*$",
@@ -118,7 +119,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.output = ""  # of the last block that ran
         self._server: subprocess.Popen[bytes] | None = None
@@ -199,9 +200,10 @@ class Reader:
             raise ExampleError(f"the server ended with {code}: {(self.folder / '.server.log').read_text()[-3000:]}")
 
     def _here(self, text: str) -> str:
-        """The text with this machine's free port, and with folders of the reader's machine in the page's own folder."""
+        """The text with free ports of this machine, and with folders of the reader's machine in the page's own folder."""
         text = PORT.sub(rf"127.0.0.1:{self.port}", text)
         text = re.sub(r"--port \d+", f"--port {self.port}", text)
+        text = GRPC_PORT.sub(rf"\g<1>{self.grpc_port}", text)
         return re.sub(r"(?<![\w./])/(srv|tmp)/", rf"{self.folder}/\1/", text)
 
     def _shell(self, script: str, code: int) -> str:
