@@ -200,7 +200,7 @@ class Reader:
             raise ExampleError(f"the server ended with {code}: {(self.folder / '.server.log').read_text()[-3000:]}")
 
     def _here(self, text: str) -> str:
-        """The text with free ports of this machine, and with folders of the reader's machine in the page's own folder."""
+        """The text with free ports, and with folders of the reader's machine in the page's own folder."""
         text = PORT.sub(rf"127.0.0.1:{self.port}", text)
         text = re.sub(r"--port \d+", f"--port {self.port}", text)
         text = GRPC_PORT.sub(rf"\g<1>{self.grpc_port}", text)
