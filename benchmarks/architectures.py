@@ -25,7 +25,8 @@ import transformers
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy, logits
 from headrace.models.model_folder import open_model
-from tests.models.tiny_models import CONTEXT, DECODERS, TINY, Reference, build, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import DECODERS, TINY, Reference, build, prompt
 
 LENGTHS: Final = (17, 300)
 ANSWER: Final = 64  # tokens

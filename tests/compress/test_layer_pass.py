@@ -11,7 +11,8 @@ from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, h
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.models.model_folder import open_model
-from tests.models.tiny_models import COMPRESSIBLE, CONTEXT, Reference, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import COMPRESSIBLE, Reference, prompt
 
 LENGTHS = (300, 17, 1)  # past every window and trained context, a few tokens, and one
 

@@ -20,7 +20,8 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import embed, logits
 from headrace.errors import RequestError
 from headrace.models.model_folder import open_model
-from tests.models.tiny_models import CONTEXT, Reference, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import Reference, prompt
 from tests.support.minilm import minilm_folder
 
 Tiny = Callable[[str], Reference]

@@ -20,7 +20,8 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import embed, greedy, hidden_states, logits
 from headrace.models.model_folder import open_model
 from headrace.models.precision import Precision, WeightPlan
-from tests.models.tiny_models import CONTEXT, DECODERS, ENCODERS, WHOLE, Reference, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import DECODERS, ENCODERS, WHOLE, Reference, prompt
 
 LENGTHS = (1, 17, 300)  # one token, a few blocks' worth, and far past every window and trained context
 RAGGED = (17, 1, 300, 40, 5)

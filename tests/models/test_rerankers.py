@@ -20,7 +20,8 @@ from headrace.errors import ModelError, RequestError
 from headrace.models.spec import RankingSpec
 from headrace.models.text.pair_encoder import PairEncoder
 from headrace.models.text.tokenizer import Tokenizer as OwnTokenizer
-from tests.models.tiny_models import CONTEXT, RERANKERS, Reference, prompt, saved_config, spec_of
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import RERANKERS, Reference, prompt, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 QUERY = "which wheel turns the mill"

@@ -17,7 +17,8 @@ from headrace.models.packing import load_tensors, packed_size
 from headrace.models.precision import Precision
 from headrace.models.weight_choice import choose_plan, describe_choice
 from tests.models.quantised.quantised_models import GROUP, SCHEMES, Quantised, build_quantised, gptq
-from tests.models.tiny_models import CONTEXT, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import prompt
 
 Built = Callable[[str], Quantised]
 OWN = {

@@ -20,7 +20,8 @@ from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, 
 from headrace.models.families.family import MODEL_TYPES
 from headrace.models.model_folder import open_model
 from headrace.models.spec import ModelSpec, tensor_shapes
-from tests.models.tiny_models import CONTEXT, TINY, WINDOW, Reference, saved_config, spec_of
+from tests.models.tiny_configs import CONTEXT, WINDOW
+from tests.models.tiny_models import TINY, Reference, saved_config, spec_of
 
 Tiny = Callable[[str], Reference]
 

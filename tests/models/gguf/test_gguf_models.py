@@ -17,7 +17,8 @@ from headrace.errors import ModelError
 from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.model_folder import open_model
 from tests.models.gguf.gguf_models import write_gguf
-from tests.models.tiny_models import CONTEXT, SIZES, TINY, WINDOW, prompt, randomise, write_tokenizer
+from tests.models.tiny_configs import CONTEXT, SIZES, WINDOW
+from tests.models.tiny_models import TINY, prompt, randomise, write_tokenizer
 
 
 def _qwen2() -> Any:

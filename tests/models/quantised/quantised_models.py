@@ -24,7 +24,8 @@ from compressed_tensors.compressors import (
 )
 from compressed_tensors.quantization import QuantizationScheme
 
-from tests.models.tiny_models import SIZES, randomise, write_tokenizer
+from tests.models.tiny_configs import SIZES
+from tests.models.tiny_models import randomise, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 Layer = tuple[Tensors, torch.Tensor]  # a layer's stored tensors, and its weights as defined

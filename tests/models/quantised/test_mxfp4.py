@@ -17,7 +17,8 @@ from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
 from headrace.models.weight_choice import choose_plan, describe_choice
-from tests.models.tiny_models import CONTEXT, SIZES, prompt, randomise, write_tokenizer
+from tests.models.tiny_configs import CONTEXT, SIZES
+from tests.models.tiny_models import prompt, randomise, write_tokenizer
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPERTS = 4

@@ -18,7 +18,8 @@ from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
 from tests.models.quantised.quantised_models import SCHEMES, Quantised, build_quantised
-from tests.models.tiny_models import CONTEXT, prompt
+from tests.models.tiny_configs import CONTEXT
+from tests.models.tiny_models import prompt
 
 LAYER = "model.layers.0.mlp.down_proj"
 Built = Callable[[str], Quantised]
