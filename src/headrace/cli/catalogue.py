@@ -63,6 +63,8 @@ def build(
     """
     if not 1 <= concurrency <= 64:
         raise RequestError(f"Invalid --concurrency {concurrency}. Expected 1 to 64.")
+    if not output.parent.is_dir():  # found before a model has written anything
+        raise RequestError(f"There is no folder {output.parent} to write {output.name} into. Create it first.")
     wanted = read_source(source)
     planned = plan_texts(wanted)
     former = read_texts(output) if output.exists() else []

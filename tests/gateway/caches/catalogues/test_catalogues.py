@@ -138,6 +138,8 @@ async def test_texts_are_written_on_the_batch_surface_approved_and_kept(
             return await asyncio.to_thread(main, ["catalogue", *arguments])
 
         build = ("build", str(source), "-o", str(path), "--url", server.url)
+        assert await run("build", str(source), "-o", str(tmp_path / "none" / "shop.jsonl"), "--url", server.url) == 2
+        assert not server.engine.streams  # no text was written for a place that does not exist
         assert await run(*build) == 0
         assert {stream.request.surface for stream in server.engine.streams} == {"batch"}
         texts = {each.name: each for each in read_texts(path)}
