@@ -94,3 +94,5 @@ def test_the_command_measures_beside_no_drafts(tmp_path: Path, capsys: pytest.Ca
     assert all(0.0 <= each["agreement"] <= 1.0 for each in report["drafts"])
     assert report["drafts"][0]["options"]["speculation"] == "self"
     assert main([*arguments, "--rounds", "0"]) == 2
+    assert main(["speculate", "mini", "--prompts", "missing.jsonl"]) == 2
+    assert "There is no file missing.jsonl" in capsys.readouterr().err

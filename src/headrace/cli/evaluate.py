@@ -144,8 +144,6 @@ def evaluate(
 def _documents(text: Path | None, prompts: Path | None) -> tuple[list[Document], str]:
     path = text or prompts
     assert path is not None
-    if not path.is_file():
-        raise RequestError(f"There is no file {path}.", parameter="text" if text else "prompts")
     return read_text(path) if text else read_prompts(path), path.name
 
 

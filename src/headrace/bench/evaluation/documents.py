@@ -45,7 +45,13 @@ class Window(msgspec.Struct, frozen=True):
         return len(self.tokens) - self.first
 
 
+def read_documents(path: Path) -> list[Document]:
+    """Read prompts of a JSONL file, or any other file as one text."""
+    return read_prompts(path) if path.suffix == ".jsonl" else read_text(path)
+
+
 def read_text(path: Path) -> list[Document]:
+    _check_exists(path, "text")
     if path.stat().st_size > MOST_TEXT:
         raise RequestError(f"{path} has more than {MOST_TEXT >> 20} MiB. Pass a part of it.", parameter="text")
     try:
@@ -60,6 +66,7 @@ def read_text(path: Path) -> list[Document]:
 def read_prompts(path: Path) -> list[Document]:
     """Read a JSONL file. Each line has `prompt`, with or without `completion`, or `messages`, with or without
     `tools`."""
+    _check_exists(path, "prompts")
     decoder = msgspec.json.Decoder(Document)
     found: list[Document] = []
     for number, raw in trace_lines(path, MOST_LINE):
@@ -76,6 +83,11 @@ def read_prompts(path: Path) -> list[Document]:
     if not found:
         raise RequestError(f"{path} has no prompts. Write one JSON object on each line.", parameter="prompts")
     return found
+
+
+def _check_exists(path: Path, parameter: str) -> None:
+    if not path.is_file():
+        raise RequestError(f"There is no file {path}.", parameter=parameter)
 
 
 def tokenise(document: Document, tokenizer: Tokenizer) -> Tokens:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 import headrace._core as _core
-from headrace.bench.evaluation.documents import Document, read_prompts, read_text
+from headrace.bench.evaluation.documents import Document, read_documents
 from headrace.bench.machine import bandwidth
 from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
 from headrace.bench.tuning.engine_machine import EngineMachine
@@ -86,9 +86,7 @@ def tune(
     )
     prompts: list[Document] = []
     if options.prompts is not None:
-        if not options.prompts.is_file():
-            raise RequestError(f"There is no file {options.prompts}.", parameter="prompts")
-        prompts = (read_prompts if options.prompts.suffix == ".jsonl" else read_text)(options.prompts)
+        prompts = read_documents(options.prompts)
     inputs = TuningInputs(
         spec=folder.spec,
         traffic=traffic.profile,

@@ -1,23 +1,16 @@
-"""Reads the text that `headrace compress` and `headrace reshape` calibrate on, and holds out a part to measure on."""
+"""Cuts the text that `headrace compress` and `headrace reshape` calibrate on, and holds out a part to measure on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
-from headrace.bench.evaluation.documents import Document, cut, read_prompts, read_text, tokenise
+from headrace.bench.evaluation.documents import Document, cut, tokenise
 from headrace.bench.evaluation.evaluation import LEAST_WINDOW
 from headrace.compress.calibration import HELD_OUT
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
-
-
-def read_documents(path: Path, parameter: str) -> list[Document]:
-    if not path.is_file():
-        raise RequestError(f"There is no file {path}.", parameter=parameter)
-    return read_prompts(path) if path.suffix == ".jsonl" else read_text(path)
 
 
 def split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.bench.evaluation.documents import Document
+from headrace.bench.evaluation.documents import Document, read_documents
 from headrace.bench.evaluation.evaluation import (
     EvaluationOptions,
     EvaluationProgress,
@@ -22,7 +22,7 @@ from headrace.bench.evaluation.evaluation import (
 )
 from headrace.bench.evaluation.evaluation_table import markdown, show
 from headrace.cli.evaluate import EvaluationBar
-from headrace.cli.making.calibration_text import calibration_sequences, read_documents, split_documents
+from headrace.cli.making.calibration_text import calibration_sequences, split_documents
 from headrace.cli.making.compress_format import (
     check_format,
     default_format,
@@ -174,12 +174,12 @@ def compress(
     recipe = gguf_recipe(recipe, block_type, target) if kind == "gguf" else plain_recipe(recipe, block_type)
     check_model(folder, recipe)
     source = calibrate or BUNDLED_TEXT
-    documents = read_documents(source, "calibrate")
+    documents = read_documents(source)
     held_out: list[Document] = []
     if measure is None:
         documents, held_out = split_documents(documents)
     else:
-        held_out = read_documents(measure, "measure")
+        held_out = read_documents(measure)
     sequences = calibration_sequences(folder, documents, window, calibrate_tokens)
     counted = sum(len(sequence) for sequence in sequences)
     name = "the bundled text" if calibrate is None else source.name

@@ -9,9 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from headrace.bench.evaluation.documents import read_documents
 from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
-from headrace.cli.making.calibration_text import calibration_sequences, read_documents
+from headrace.cli.making.calibration_text import calibration_sequences
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.reshaping import LayerReport, Shape, reshape_model
@@ -62,9 +63,7 @@ def reshape(
         Tokens of a calibration sequence. Default: 512, or the model's context if that is shorter.
     """
     folder = open_model(find_model(model))
-    sequences = calibration_sequences(
-        folder, read_documents(calibrate or BUNDLED_TEXT, "calibrate"), window, calibrate_tokens
-    )
+    sequences = calibration_sequences(folder, read_documents(calibrate or BUNDLED_TEXT), window, calibrate_tokens)
     shape = Shape(kv_heads=kv_heads, heads=heads, neurons=neurons, experts=experts)
     with EvaluationBar() as bar:
         reports = reshape_model(
