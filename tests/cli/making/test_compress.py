@@ -87,6 +87,7 @@ def test_a_target_gives_products_bits_by_what_they_cost(
         (["--format", "pickle"], "Unknown format 'pickle'"),
         (["--format", "bitsandbytes"], "does not hold the codes of awq+gptq"),
         (["--calibrate", "missing.txt"], "There is no file missing.txt"),
+        (["--pruner", "wanda"], "--pruner is for --sparsity"),
         (["--window", "4"], "'window' must be 16 to"),
     ],
 )

@@ -43,6 +43,7 @@ from headrace.compress.compression import (
     scale_type,
 )
 from headrace.compress.model_card import bits_per_weight, describe_recipe, write_card
+from headrace.compress.pruning import PRUNERS
 from headrace.compress.recipe import BITS, GROUPS, KEPT, Recipe, check_method
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder, find_model, open_model
@@ -66,7 +67,7 @@ def compress(
     block_type: str | None = None,
     double_quant: bool = False,
     sparsity: str | None = None,
-    pruner: str = "sparsegpt",
+    pruner: str | None = None,
     keep: Annotated[list[str] | None, Parameter(negative=())] = None,
     clip: bool = True,
     act_order: bool = True,
@@ -121,7 +122,7 @@ def compress(
         Set weights of the layers' products to 0: a share such as 0.5, or 2:4 for two of every four neighbours. Without
         --bits the others are not rounded.
     pruner
-        How --sparsity chooses: sparsegpt (and corrects the weights that stay), wanda, or magnitude.
+        How --sparsity chooses: sparsegpt (the default; it corrects the weights that stay), wanda or magnitude.
     keep
         PATTERN=BITS for products whose names match, such as "layers.0.*=8"; 16 keeps them as they are, without zeros
         too. Repeatable.
@@ -168,7 +169,10 @@ def compress(
     if double_quant:
         recipe = nested_recipe(recipe)
     if sparsity is not None:
-        recipe = sparse_recipe(recipe, sparsity, pruner, keep or [], rounds=bits is not None or target is not None)
+        rounds = bits is not None or target is not None
+        recipe = sparse_recipe(recipe, sparsity, pruner or PRUNERS[0], keep or [], rounds=rounds)
+    elif pruner is not None:
+        raise RequestError("--pruner is for --sparsity. Pass --sparsity 0.5 or 2:4 too.", parameter="pruner")
     kind = format or default_format(recipe)
     check_format(kind, recipe)
     recipe = gguf_recipe(recipe, block_type, target) if kind == "gguf" else plain_recipe(recipe, block_type)
