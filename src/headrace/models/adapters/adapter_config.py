@@ -17,6 +17,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 MOST_RANK: Final = 1024
 _MOST_PATTERNS: Final = 4096
 _PATTERN_CHARACTERS: Final = 256
+_PATTERN_WILDCARDS: Final = 4  # quantifiers and groups of a pattern: each one more multiplies the time to match
+_WILD_PATTERNS: Final = 64  # patterns that have any
 # Keys that change what the adapter computes, and the values at which they do not.
 _PLAIN: Final[Mapping[str, tuple[object, ...]]] = {
     "bias": (None, "none"),
@@ -101,15 +103,23 @@ def _patterns(keys: Mapping[str, object], key: str, path: Path) -> list[tuple[st
     if patterns is None or len(patterns) > _MOST_PATTERNS:
         raise ModelError(f"'{key}' must be an object of patterns and numbers.", path=path)
     found: list[tuple[str, float]] = []
+    wild = 0
     for pattern, number in patterns.items():
+        wildcards = len(re.findall(r"[*+?{(]", pattern))
+        wild += wildcards > 0
         # A quantifier after a group can take for ever to match.
-        if len(pattern) > _PATTERN_CHARACTERS or re.search(r"\)[*+{?]", pattern):
+        nested = re.search(r"\)[*+{?]", pattern)
+        if nested or len(pattern) > _PATTERN_CHARACTERS or wildcards > _PATTERN_WILDCARDS:
             raise ModelError(f"'{key}' has a pattern that is too complex: {pattern[:80]!r}.", path=path)
         try:
             re.compile(pattern)
         except re.error as error:
             raise ModelError(f"'{key}' has an invalid pattern {pattern[:80]!r}: {error}.", path=path) from None
         found.append((pattern, _number(number, key, path)))
+    if wild > _WILD_PATTERNS:
+        raise ModelError(
+            f"'{key}' has {wild} patterns with wildcards or groups. At most {_WILD_PATTERNS} can be served.", path=path
+        )
     return found
 
 
