@@ -248,7 +248,7 @@ class EngineClient:
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
     def drop_adapter(self, digest: str) -> None:
-        """Ask every replica to free an adapter, once no request uses it."""
+        """Ask every replica to free an adapter. One that requests use stays until another needs its memory."""
         for replica in self._replicas:
             if replica.connection is not None:
                 replica.connection.send(wire.DropAdapter(digest))
