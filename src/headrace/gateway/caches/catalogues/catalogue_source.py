@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.gateway.caches.catalogues.catalogue_file import MOST_TEXTS, CatalogueError, CatalogueText
-from headrace.gateway.caches.catalogues.question_table import SLOT, slot_problem
+from headrace.gateway.caches.catalogues.question_table import SLOT, fill_slots, slot_problem
 
 _Text = Annotated[str, Meta(min_length=1)]
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -68,20 +68,18 @@ def plan_texts(source: CatalogueSource) -> list[PlannedText]:
 
 
 def _planned(source: CatalogueSource, entry: SourceEntry, values: Mapping[str, str]) -> PlannedText:
-    def filled(text: str) -> str:
-        return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
-
     name = entry.name
     if values:
         name += f"[{', '.join(f'{slot}={value}' for slot, value in values.items())}]"
-    prompt, text = filled(entry.prompt or ""), filled(entry.text or "")
-    if prompt and (left := SLOT.findall(prompt + " ".join(map(filled, entry.questions)))):
+    prompt, text = fill_slots(entry.prompt or "", values), fill_slots(entry.text or "", values)
+    questions = tuple(fill_slots(question, values) for question in entry.questions)
+    if prompt and (left := SLOT.findall(prompt + " ".join(questions))):
         raise CatalogueError(
             f"'{entry.name}' leaves the slot {{{left[0]}}} open, which needs a fixed text. List its values in slots, "
             "or write `text` in place of `prompt`."
         )
     made_from = _digest(source.model, source.system, str(source.max_tokens), prompt) if prompt else _digest(text)
-    planned = CatalogueText(name=name, questions=tuple(map(filled, entry.questions)), text=text, made_from=made_from)
+    planned = CatalogueText(name=name, questions=questions, text=text, made_from=made_from)
     if problem := slot_problem(planned):
         raise CatalogueError(f"'{entry.name}': {problem}.")
     return PlannedText(planned, prompt)

@@ -6,7 +6,7 @@ A slot is written {name}. It takes up to 80 characters of one line, and the text
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from headrace.gateway.caches.catalogues.catalogue_file import MOST_CHARACTERS, CatalogueText
@@ -51,7 +51,7 @@ class QuestionTable:
         for pattern, slots, text in self._open:
             if (match := pattern.fullmatch(plain)) is not None:
                 values = dict(zip(slots, (value.strip() for value in match.groups()), strict=True))
-                return Found(text, SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text.text))  # noqa: B023
+                return Found(text, fill_slots(text.text, values))
         return None
 
     def _plain(self, question: str) -> str:
@@ -66,6 +66,11 @@ class QuestionTable:
         parts = SLOT.split(self._plain(question))
         expression = "".join(_VALUE if place % 2 else re.escape(part) for place, part in enumerate(parts))
         return re.compile(expression, re.IGNORECASE if self._is_folded else 0)
+
+
+def fill_slots(text: str, values: Mapping[str, str]) -> str:
+    """Return a text with the values in its slots. A slot without a value stays."""
+    return SLOT.sub(lambda slot: values.get(slot[1], slot[0]), text)
 
 
 def slot_problem(text: CatalogueText) -> str:
