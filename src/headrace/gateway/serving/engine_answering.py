@@ -208,7 +208,9 @@ def _with_begun(exchange: Exchange, prompts: list[Prompt]) -> list[Prompt]:
     if not text:
         return prompts
     begun = tuple(served.tokenizer.encode(UserText(text), add_special_tokens=False))
-    found = [Prompt(prompt.tokens + begun, plain((prompt.tail + text)[-256:])) for prompt in prompts]
+    found = [
+        prompt._replace(tokens=prompt.tokens + begun, tail=plain((prompt.tail + text)[-256:])) for prompt in prompts
+    ]
     longest = max(len(prompt.tokens) for prompt in found)
     if longest >= served.context:
         raise _too_long(served, str(longest), "prompt", answered=True)
