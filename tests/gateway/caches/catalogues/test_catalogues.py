@@ -14,6 +14,9 @@ from headrace.cli import main
 from headrace.config.catalogue_section import CatalogueConfig
 from headrace.config.ledger_section import PriceConfig
 from headrace.gateway.caches.catalogues.catalogue_file import CatalogueText, read_texts, write_texts
+from headrace.gateway.caches.catalogues.catalogues import Catalogues
+from headrace.gateway.images.message_images import MARK
+from headrace.gateway.requests.text_request import TextRequest
 from tests.support.admin_server import Administered, administered
 from tests.support.running_server import asynchronous, until, words
 
@@ -95,6 +98,20 @@ async def test_a_changed_file_is_read_and_a_broken_one_leaves_the_former_texts(t
         write_texts(path, [])
         await asyncio.to_thread(loaded.load)
         assert not is_written(await ask(server))
+
+
+def test_a_question_with_an_image_is_left_to_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "shop.jsonl"
+    write_texts(path, [RETURNS])
+    catalogues = Catalogues({"shop": CatalogueConfig(file=str(path))})
+    message: dict[str, Any] = {"role": "user", "content": f"How do I return {MARK}?"}
+
+    def found(message: dict[str, Any]) -> bool:
+        asked = TextRequest(model="mini", messages=[message])
+        return catalogues.find(asked, tenant="", variant="mini", surface="chat") is not None
+
+    assert found(message)
+    assert not found({**message, "images": [{"url": "data:image/png;base64,aa"}]})
 
 
 @asynchronous

@@ -1,7 +1,7 @@
 """Catalogues: answers known questions with approved texts, before a model is asked.
 
-Answers only what a text can answer whole: one question, without tools, sources or a fixed format. Reads files again
-when they change; a file that cannot be read leaves the former texts in place. Writes nothing.
+Answers only what a text can answer whole: one question, without images, tools, sources or a fixed format. Reads files
+again when they change; a file that cannot be read leaves the former texts in place. Writes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from headrace.config.catalogue_section import CatalogueConfig
 from headrace.gateway.caches.catalogues.catalogue_file import CatalogueError, CatalogueText, read_texts, version_of
 from headrace.gateway.caches.catalogues.question_table import Found, QuestionTable, slot_problem
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 
 log: Final = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def _can_be_answered(text_request: TextRequest) -> bool:
     sampling = text_request.sampling
     return not (
         text_request.messages is None
+        or images_of(text_request.messages)
         or text_request.tools
         or text_request.sources
         or text_request.grammar is not None
