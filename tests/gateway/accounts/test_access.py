@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.engine.interface.request import AdapterRef
 from headrace.gateway.accounts.access import allows_model, check_profile, choose_surface, find_model, visible_models
 from headrace.gateway.accounts.directory import ANONYMOUS, IdentifiedCaller
 from headrace.gateway.api_errors import ApiError
@@ -73,6 +74,17 @@ def test_a_profile_that_a_model_of_ones_own_lacks_is_named() -> None:
     assert find_model(scoped({"draft"}), fleet(), "draft", "fast").name == "draft"
     (error,) = errors((scoped({"draft"}), "mini", "golden"))
     assert error.status == 404
+
+
+def test_an_adapter_of_another_tenant_is_unknown_in_every_profile() -> None:
+    served = fleet()
+    adapter = served.served["mini"].with_adapter(AdapterRef("theirs", "/a", "0" * 64), tenants=("red",))
+    served.adapters[adapter.name] = adapter
+    assert find_model(Caller(tenant="red"), served, "mini:theirs") is adapter
+    for profile in ("standard", "fast", "golden"):
+        with pytest.raises(ApiError) as raised:
+            find_model(Caller(tenant="blue"), served, "mini:theirs", profile)
+        assert raised.value.code == "model_not_found", profile
 
 
 def test_without_a_name_the_first_model_that_one_may_use_answers() -> None:

@@ -69,8 +69,7 @@ def find_model(caller: Caller, fleet: Fleet, name: str, profile: str = "standard
         served = fleet.find(name, profile)
     except ApiError as error:
         # The error about a missing variant names its model, so show it only if the caller may use the model.
-        base = (name or fleet.default).partition("@")[0]
-        if error.kind != "not_found_error" and allows_model(caller, fleet.aliases.get(base, base)):
+        if error.kind != "not_found_error" and allows_served(caller, fleet.find(name)):
             raise
         raise _unknown_model(caller, fleet, name or fleet.default) from None
     if not allows_served(caller, served):
