@@ -119,6 +119,14 @@ async def test_the_deadline_of_a_call_is_that_of_its_request_and_ends_it() -> No
         assert second.request.deadline - time.monotonic() <= 5
         near.cancel()
         await asyncio.gather(reading, return_exceptions=True)
+        wrong = client.chat()
+        wrong.parameters.update({"deadline_ms": "soon"})
+        for message, metadata, name in (
+            (wrong, (), "deadline_ms"),
+            (client.chat(deadline_ms=5000), (("x-headrace-deadline-ms", "soon"),), "x-headrace-deadline-ms"),
+        ):
+            error = await failure(client.stub.Generate(message, timeout=1000, metadata=metadata))
+            assert (error.code(), name in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True), error
         error = await failure(client.stub.Generate(client.chat(), timeout=0.3))
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: len(running.engine.dropped) == 2)

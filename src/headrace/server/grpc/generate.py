@@ -71,8 +71,12 @@ def _parameters(message: Any, headers: Mapping[str, str]) -> dict[str, Any]:
     elif message.messages:
         given["messages"] = [_message(each) for each in message.messages]
     given = merge_parameters(given, plain_struct(message.parameters), ("messages", "prompt", *_STREAMING))
-    if "deadline_ms" in given and (remaining := headers.get(DEADLINE_HEADER)) is not None:
-        given["deadline_ms"] = min(given["deadline_ms"], float(remaining))  # the earlier of both
+    remaining = headers.get(DEADLINE_HEADER)
+    if remaining is not None and isinstance(given.get("deadline_ms"), int | float):
+        try:
+            given["deadline_ms"] = min(given["deadline_ms"], float(remaining))  # the earlier of both
+        except ValueError:
+            del given["deadline_ms"]  # the error of the header names what is wrong with it
     return given | {"stream": True}
 
 
