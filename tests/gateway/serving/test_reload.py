@@ -7,17 +7,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.config import Config, ModelConfig, PinConfig, ServerConfig, StorageConfig
 from headrace.engine.process.supervisor import StartError
 from headrace.errors import RequestError
+from headrace.gateway.images.image_reader import ImageReader
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.llm import AsyncLLM
 from headrace.models.model_folder import BUNDLED
 from headrace.server.server import Server
 from tests.support.accounts import bearer
 from tests.support.admin_server import ADMIN, CALLER, ROOT
 from tests.support.running_server import CHAT, FakeEngine, Running, asynchronous, living, until
+from tests.support.tiny_vision import data_url, picture, write_vision_model
 
 SYSTEM = "You answer questions about rivers, lakes and the sea. Say only what you know, in one short sentence. " * 2
 
@@ -94,3 +98,57 @@ async def test_an_engine_that_does_not_start_leaves_the_old_one_in_place(
     with pytest.raises(RequestError, match="cannot be reloaded"):
         await fleet.reload("other")
     fleet.abandon()
+
+
+@asynchronous
+async def test_the_encoder_of_images_is_replaced_too_and_the_old_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
+    from headrace.gateway.serving.fleet import Fleet
+
+    folder = write_vision_model(tmp_path / "model")
+    options = {"weights": "f32", "kv": "f32", "threads": 1, "context": 256, "cache": False}
+    fleet = Fleet.of(Config(models={"see": ModelConfig(path=str(folder), options=options)}))
+    await fleet.start()
+    try:
+        old = fleet.served["see"].images
+        assert old is not None
+        encoding = asyncio.create_task(measured_and_encoded(old))
+        await until(lambda: bool(old._running))
+        await fleet.reload("see")
+        new = fleet.served["see"].images
+        assert new is not None
+        assert new is not old
+        assert await encoding  # by the old encoder
+        await until(lambda: not fleet._retiring)
+        with pytest.raises(RuntimeError, match="shutdown"):
+            old._encoder.submit(lambda: np.zeros((1, 3, 32, 32), np.float32))
+        assert await measured_and_encoded(new)
+
+        make, made = fleet._makers["see"], list[ServedVariant]()
+
+        async def fails(self: AsyncLLM) -> None:
+            raise StartError("no memory")
+
+        def remember() -> tuple[ServedVariant, AsyncLLM]:
+            served, engine = make()
+            made.append(served)
+            return served, engine
+
+        fleet._makers["see"] = remember
+        monkeypatch.setattr(AsyncLLM, "start", fails)
+        with pytest.raises(StartError):
+            await fleet.reload("see")
+        unused = made[0].images
+        assert unused is not None
+        with pytest.raises(RuntimeError, match="shutdown"):
+            unused._encoder.submit(lambda: np.zeros((1, 3, 32, 32), np.float32))
+        assert fleet.served["see"].images is new
+    finally:
+        await fleet.close()
+
+
+async def measured_and_encoded(reader: ImageReader) -> bool:
+    measured = await reader.measured([{"url": data_url(picture(70, 40, 1))}])
+    return bool(await reader._features("", measured[0]))

@@ -68,6 +68,11 @@ class ImageReader:
         template = tokenizer.template
         self._takes_parts = template is not None and "type" in template.source
 
+    async def finish(self, timeout: float) -> None:
+        """Return when every image that waits is encoded, or after `timeout` seconds."""
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=timeout)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._encoder.close)
 

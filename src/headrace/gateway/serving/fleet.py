@@ -19,6 +19,7 @@ from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.submission import ReplicaState
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.images.image_reader import ImageReader
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.variant_engines import (
     AttachedEngine,
@@ -184,9 +185,10 @@ class Fleet:
                 await engine.start()
                 await engine.client.take_pins(old.client)
             except BaseException:
-                await engine.close()
+                await self._end(engine, fresh.images)
                 raise
             served = self.served[name]
+            old_images = served.images
             for field in ServedVariant.__struct_fields__:
                 if field != "created":
                     setattr(served, field, getattr(fresh, field))
@@ -197,15 +199,24 @@ class Fleet:
                         if field != "created":
                             setattr(each, field, getattr(renewed, field))
             self._runs[name] = engine
-            task = asyncio.create_task(self._retire(old))
+            task = asyncio.create_task(self._retire(old, old_images))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
 
-    async def _retire(self, engine: AsyncLLM) -> None:
+    async def _retire(self, engine: AsyncLLM, images: ImageReader | None) -> None:
         try:
             await engine.client.finish(self._drain_s)
+            if images is not None:
+                await images.finish(self._drain_s)
         finally:
+            await self._end(engine, images)
+
+    async def _end(self, engine: AsyncLLM, images: ImageReader | None) -> None:
+        try:
             await engine.close()
+        finally:
+            if images is not None:
+                await images.close()
 
     async def close(self) -> None:
         """Close all engines and upstreams, even if closing one fails."""
