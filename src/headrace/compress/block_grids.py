@@ -116,14 +116,11 @@ def _fit_rows(
 ) -> tuple[F32, F32, BlockScales]:
     part = weights.reshape(len(weights), -1, kind.group)
     scales, minima = (_fit_range if kind.minima else _fit_middle)(part, kind, shares, clips)
-    none = np.zeros(scales.shape, dtype=np.int16)
     if not kind.whole:
         scales, minima = _as_half(scales), _as_half(minima)
+        none = np.zeros(scales.shape, dtype=np.int16)
         return scales, minima, BlockScales(scales, minima, none, none)
     factors, whole = _whole(scales, kind)
-    if not kind.minima:
-        scales = np.repeat(factors, kind.block // kind.group, axis=1) * whole.astype(np.float32)
-        return scales, minima, BlockScales(factors, np.zeros_like(factors), whole, none)
     least, whole_minima = _whole(minima, kind)
     repeat = kind.block // kind.group
     scales = np.repeat(factors, repeat, axis=1) * whole.astype(np.float32)
