@@ -59,10 +59,10 @@ def run(engine: Engine, *requests: GenerationRequest) -> tuple[dict[tuple[str, i
     return tokens, cached
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_reused_states_change_no_token(name: str, folder: Folder) -> None:
-    fresh = engine_of(folder(name), prefix_cache=False)
-    engine = engine_of(folder(name))
+@pytest.mark.parametrize(("name", "kv"), [*zip(NAMES, ("fp8", "bf16", "int4"), strict=True)])
+def test_reused_states_change_no_token(name: str, kv: str, folder: Folder) -> None:
+    fresh = engine_of(folder(name), kv=kv, prefix_cache=False)
+    engine = engine_of(folder(name), kv=kv)
     tokens = prompt(150)
     first, found = run(engine, request("a", tokens))
     assert found == {"a": 0}

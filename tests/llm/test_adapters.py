@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.engine.executors.adapter_table import AdapterMemoryError
 from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.image_rows import ImageRows
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM, AsyncLLM
 from headrace.models.model_folder import open_model
 from tests.support.lora_folders import write_lora
 from tests.support.running_server import asynchronous
+from tests.support.tiny_vision import write_vision_model
 
 PROMPT = tuple(range(5, 60))
 OPTIONS: dict[str, Any] = {"threads": 1, "context": 256, "kv_tokens": 4096, "cache": False}
@@ -27,9 +32,11 @@ def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {f"a{seed}": write_lora(folder, root / f"a{seed}", seed=seed, **kinds[seed % 3]) for seed in range(8)}
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
-def test_each_answer_is_that_of_its_adapter_alone(weights: str, tiny_folder: Path, adapters: dict[str, Path]) -> None:
-    with LLM(tiny_folder, adapters=adapters, weights=weights, **OPTIONS | {"threads": 2}) as llm:
+@pytest.mark.parametrize(("weights", "kv"), [("int8", "bf16"), ("int4", "int4"), ("bf16", "fp8"), ("int4-a16", "int8")])
+def test_each_answer_is_that_of_its_adapter_alone(
+    weights: str, kv: str, tiny_folder: Path, adapters: dict[str, Path]
+) -> None:
+    with LLM(tiny_folder, adapters=adapters, weights=weights, kv=kv, **OPTIONS | {"threads": 2}) as llm:
         names = ["", *adapters]
         alone = [llm.generate([PROMPT], adapter=name, max_tokens=12)[0].completions[0].tokens for name in names]
         assert len({tuple(tokens) for tokens in alone}) > 6
@@ -44,6 +51,32 @@ def params(**given: Any) -> Any:
     from headrace.llm.prompting import params_of
 
     return params_of(**given)
+
+
+def test_images_and_adapters_tell_answers_apart_together(tmp_path: Path) -> None:
+    see = write_vision_model(tmp_path / "see")
+    folder, start, count = open_model(see), 20, 16
+    paths = {f"a{seed}": write_lora(folder, tmp_path / f"a{seed}", seed=seed) for seed in range(2)}
+
+    def image(seed: int) -> ImageRows:
+        rows = np.random.default_rng(seed).standard_normal((count, folder.spec.hidden_size)).astype("<f4")
+        return ImageRows(start, count, hashlib.sha256(rows.tobytes()).digest(), rows.tobytes())
+
+    with LLM(see, adapters=paths, **OPTIONS) as llm:
+        requests = [
+            replace(llm._asking.generations([PROMPT], params(adapter=name, max_tokens=8))[0], images=(image(seed),))
+            for name in ("", *paths)
+            for seed in (1, 2)
+        ]
+        first, again = (
+            [answers[0] for answers in llm._run([replace(each, id=f"{turn}-{each.id}") for each in requests])]
+            for turn in range(2)
+        )
+        assert len({tuple(answer.tokens) for answer in first}) == len(requests)
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+        assert all(answer.ending is not None and answer.ending.usage.cached_tokens > start + count for answer in again)
+    with LLM(see, adapters=paths, prefix_cache=False, **OPTIONS) as llm:
+        assert [llm._run([each])[0][0].tokens for each in requests] == [answer.tokens for answer in first]
 
 
 def test_kv_is_shared_by_one_adapter_alone(tiny_folder: Path, adapters: dict[str, Path]) -> None:
