@@ -311,4 +311,11 @@ class Model {
   int64_t attention_stride_ = 0, row_scratch_stride_ = 0, product_stride_ = 0;
 };
 
+// Panels of what a product stores: gates and the values that they open become one.
+int64_t result_panels(const Product& product, const Opening* opening);
+// Panels of one hand-out, where `all` are handed out for products of `panels` each: enough hand-outs for an even end,
+// few enough that handing out costs nothing, and by twos where that leaves enough, since an integer product takes two
+// at once, as a gated one does anyway.
+int64_t panel_grain(const Product& product, const Opening* opening, int64_t panels, int64_t all, int threads);
+
 }  // namespace headrace

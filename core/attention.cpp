@@ -1,0 +1,209 @@
+// How a model attends: rows of queries, keys and values become heads, keys and values go to the KV memory, and heads
+// attend to it. Which rows and heads go to which kernel; the kernels are in attention_impl.h.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "adapters.h"
+#include "model.h"
+
+namespace headrace {
+
+// Rows of latents become those of queries, keys and values in qkv_, as a model without latents has them; values are
+// zero beyond their own size.
+void Model::expand_latents(const Layer& layer, int64_t rows) {
+  constexpr float kEps = 1e-6f;  // of the latents' norms, whatever that of others is
+  const int64_t size = w_.head_size;
+  const int64_t plain = size - w_.turning;  // dims of a key that do not turn
+  const int64_t q_size = w_.heads * size;
+  // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
+  auto raise = [&](const NormWeights& norm, const Product& up, int64_t begin, int64_t width, float* out,
+                   int64_t out_stride) {
+    const int64_t stride = pad_row(width);
+    float* in = raised_.data();
+    pool_.run(rows, 1, [&](int64_t first, int64_t last, int) {
+      for (int64_t r = first; r < last; ++r) {
+        float* row = in + r * stride;
+        std::memcpy(row, latents_.data() + r * latents_pad_ + begin, static_cast<size_t>(width) * sizeof(float));
+        std::memset(row + width, 0, static_cast<size_t>(stride - width) * sizeof(float));
+        kernels_.norm({norm.weight.data(), nullptr, kEps, false}, row, width, row);
+      }
+    });
+    fit_rows(rows, in, stride, width, up);
+    multiply(up, in, stride, rows, out, out_stride);
+    times_.end(Stage::kQkv);
+  };
+  const int64_t queries = w_.query_latent > 0 ? w_.query_latent : q_size;
+  if (w_.query_latent > 0) raise(layer.q_latent_norm, layer.q_up, 0, queries, qkv_.data(), qkv_pad_);
+  raise(layer.kv_latent_norm, layer.kv_up, queries + w_.turning, w_.latent, expanded_.data(), expanded_pad_);
+  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* latents = latents_.data() + r * latents_pad_;
+      const float* expanded = expanded_.data() + r * expanded_pad_;
+      float* q = qkv_.data() + r * qkv_pad_;
+      float* k = q + q_size;
+      float* v = k + q_size;
+      if (w_.query_latent == 0) std::memcpy(q, latents, static_cast<size_t>(q_size) * sizeof(float));
+      for (int64_t h = 0; h < w_.heads; ++h, k += size, v += size, expanded += plain + w_.value_size) {
+        std::memcpy(k, latents + queries, static_cast<size_t>(w_.turning) * sizeof(float));
+        std::memcpy(k + w_.turning, expanded, static_cast<size_t>(plain) * sizeof(float));
+        std::memcpy(v, expanded + plain, static_cast<size_t>(w_.value_size) * sizeof(float));
+        std::fill(v + w_.value_size, v + size, 0.0f);
+      }
+    }
+  });
+}
+
+// Norms and rotates queries and keys in place, and stores keys and values into their blocks.
+void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index) {
+  const int64_t size = w_.head_size;
+  const int64_t q_size = w_.heads * size;
+  const int64_t kv_size = w_.kv_heads * size;
+  const int64_t table = std::max(layer.rope, 0) * max_rows_ * half_pad_;
+  pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
+    float* scratch = row_scratch_.data() + thread * row_scratch_stride_;
+    // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
+    const bool layer_norm = w_.qk_norm == QkNorm::kEachHead;
+    auto normalise = [&](const NormWeights& norm, float* values, int64_t width, int64_t first_weight = 0) {
+      const int64_t padded = round_up(width, 16);
+      std::memcpy(scratch, values, static_cast<size_t>(width) * sizeof(float));
+      for (int64_t i = width; i < padded; ++i) scratch[i] = 0.0f;
+      const float* bias = norm.bias.data();
+      kernels_.norm({norm.weight.data() + first_weight, bias, w_.eps, layer_norm}, scratch, width, scratch);
+      std::memcpy(values, scratch, static_cast<size_t>(width) * sizeof(float));
+    };
+    for (int64_t r = begin; r < end; ++r) {
+      const Row& row = row_[static_cast<size_t>(r)];
+      float* q = qkv_.data() + r * qkv_pad_;
+      float* k = q + q_size;
+      float* v = k + kv_size;
+      if (!layer.q_norm.present()) {
+        // nothing to normalise
+      } else if (w_.qk_norm == QkNorm::kFull) {
+        normalise(layer.q_norm, q, q_size);
+        normalise(layer.k_norm, k, kv_size);
+      } else if (w_.qk_norm == QkNorm::kHead) {
+        for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size);
+        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size);
+      } else if (w_.qk_norm == QkNorm::kEachHead) {
+        for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size, h * size);
+        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size, h * size);
+      }
+      if (layer.rope >= 0) {
+        const Rope& rope = w_.ropes[static_cast<size_t>(layer.rope)];
+        const int64_t half = static_cast<int64_t>(rope.inv_freq[args.rope_variants[row.sequence]].size());
+        const float* cosine = cosines_.data() + table + r * half_pad_;
+        const float* sine = sines_.data() + table + r * half_pad_;
+        for (int64_t h = 0; h < w_.heads + w_.kv_heads; ++h) {  // keys follow queries
+          float* x = q + h * size;
+          for (int64_t d = 0; d < half; ++d) {
+            const float first = x[d];
+            const float second = x[d + half];
+            x[d] = first * cosine[d] - second * sine[d];
+            x[d + half] = second * cosine[d] + first * sine[d];
+          }
+        }
+      }
+      if (layer.grows) {
+        const float steps = std::floor(static_cast<float>(row.position + 1) / static_cast<float>(w_.growth_tokens));
+        const float factor = std::log1p(steps) * w_.growth + 1.0f;
+        for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
+      }
+      if (args.kv->layout().rotated) {
+        for (float* head = q; head < v + kv_size; head += size) kernels_.rotate(head_rotation_->view(), head);
+      }
+      const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
+      for (int64_t h = 0; h < w_.kv_heads; ++h) {
+        write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size,
+                    v + h * size);
+      }
+    }
+  });
+}
+
+void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows) {
+  const int64_t heads_per_kv = w_.heads / w_.kv_heads;
+  const int64_t tile = std::max<int64_t>(1, tile_rows_ / heads_per_kv);
+  for (int64_t r = 0; r < rows; ++r) {
+    AttentionRow& asking = asking_[static_cast<size_t>(r)];
+    const Row& row = row_[static_cast<size_t>(asking.source)];
+    const int64_t fresh = int64_t{args.offsets[row.sequence + 1]} - args.offsets[row.sequence];
+    asking.target = r;
+    asking.position = row.position;
+    asking.begin = 0;
+    asking.end = w_.causal ? asking.position + 1 : args.computed[row.sequence] + fresh;
+    if (layer.chunk > 0) asking.begin = asking.position / layer.chunk * layer.chunk;
+    if (layer.window > 0) {
+      asking.begin = std::max<int64_t>(0, asking.position + 1 - layer.window);
+      asking.end = std::min(asking.end, asking.position + layer.window);
+    }
+  }
+  // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
+  // empty.
+  pool_.run(rows * w_.kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item / w_.kv_heads;
+      auto sequence_of = [&](int64_t r) {
+        return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence;
+      };
+      const int32_t sequence = sequence_of(first);
+      int64_t start = first;  // of this sequence's rows
+      start = std::lower_bound(asking_.begin(), asking_.begin() + first, sequence,
+                               [&](const AttentionRow& row, int32_t s) {
+                                 return row_[static_cast<size_t>(row.source)].sequence < s;
+                               }) -
+              asking_.begin();
+      if ((first - start) % tile != 0) continue;
+      int64_t count = 1;
+      while (count < tile && first + count < rows && sequence_of(first + count) == sequence) ++count;
+      AttentionArgs call;
+      call.rows = asking_.data() + first;
+      call.row_count = count;
+      call.q = qkv_.data();
+      call.q_stride = qkv_pad_;
+      call.out = attended_.data();
+      call.out_stride = q_pad_;
+      call.kv_head = item % w_.kv_heads;
+      call.heads_per_kv = heads_per_kv;
+      call.scale = w_.attention_scale;
+      call.softcap = w_.attention_softcap;
+      call.bias = bias_.data();
+      call.bias_stride = bias_stride_;
+      call.bias_reach = bias_reach_;
+      call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
+      call.layout = &args.kv->layout();
+      call.layer_base = args.kv->record(index, 0, 0);
+      call.block_table = args.block_tables + sequence * args.table_stride;
+      call.scratch = attention_scratch_.data() + thread * attention_stride_;
+      kernels_.attend(call);
+      if (!call.layout->rotated) continue;
+      for (int64_t r = first; r < first + count; ++r) {
+        float* head = attended_.data() + r * q_pad_ + call.kv_head * heads_per_kv * w_.head_size;
+        for (int64_t h = 0; h < heads_per_kv; ++h) {  // back
+          kernels_.rotate(head_rotation_->view(), head + h * w_.head_size);
+        }
+      }
+    }
+  });
+  const int64_t attended = w_.heads * w_.value_size;
+  if (w_.value_size < w_.head_size) {  // values move together
+    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; ++r) {
+        float* row = attended_.data() + r * q_pad_;
+        for (int64_t h = 1; h < w_.heads; ++h) {
+          std::memmove(row + h * w_.value_size, row + h * w_.head_size,
+                       static_cast<size_t>(w_.value_size) * sizeof(float));
+        }
+        std::fill(row + attended, row + w_.heads * w_.head_size, 0.0f);
+      }
+    });
+  }
+  if (w_.attention_gate) gate_attention(rows);
+  times_.end(Stage::kAttention);
+  const LowRank* low = low_rank(args, layer, Site::kOutput, rows);
+  fit_rows(rows, attended_.data(), q_pad_, attended, layer.o, low);
+  multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
+  times_.end(Stage::kOutput);
+}
+
+}  // namespace headrace
