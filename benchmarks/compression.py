@@ -2,7 +2,7 @@
 
     python benchmarks/compression.py [--model FOLDER] [--tokens N] [--calibrate-tokens N] [--recipes NAMES] [--out FILE]
 
-Recipes whose names begin with half or 2:4 set half of the weights to 0 instead, and keep the others in bf16.
+Recipes named half-... or 2:4-... set half of the weights to 0 instead, and keep the others in bf16.
 
 mini calibrates on its own answers to half of the sampled questions and is measured on the other half, and on the pages
 of docs/how-to. Other models calibrate on the bundled text and are measured on those pages.

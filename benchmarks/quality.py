@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of each precision of mini.")
     parser.add_argument("--precisions", default=PRECISIONS, help="the first is the reference")
     parser.add_argument("--kv", default=KV, help="precisions of the KV cache; the first is the reference")
-    parser.add_argument("--only", default="", help="only the tables whose title has this text")
+    parser.add_argument("--only", default="", help="only tables whose title contains this text")
     parser.add_argument("--tokens", type=int, default=10_000, help="tokens of the pages to score")
     parser.add_argument("--sample", type=int, default=20, help="held-out questions of each task")
     parser.add_argument("--speed", action="store_true", help="measure speeds too: on a quiet machine")
