@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +203,7 @@ def test_a_model_without_pillow_answers_texts(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(variant_engines, "require_pillow", missing)
     options = {"weights": "f32", "threads": 1, "context": 256, "cache": False}
     model = ModelConfig(path=str(write_vision_model(tmp_path)), options=options)
-    made: Callable[[], Any] = lambda: fleet.Fleet.of(Config(models={"see": model}))  # noqa: E731
-    opened = made()
+    opened = fleet.Fleet.of(Config(models={"see": model}))
     try:
         assert opened.served["see"].images is None
         assert "headrace[vision]" in opened.served["see"].no_images

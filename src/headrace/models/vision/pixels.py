@@ -6,6 +6,7 @@ is decoded. Does not know models.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import warnings
 from typing import TYPE_CHECKING, Any, Final
@@ -26,12 +27,10 @@ _TURNED: Final = (5, 6, 7, 8)  # its values that exchange width and height
 
 def require_pillow() -> None:
     """Raise HeadraceError if Pillow is not installed."""
-    try:
-        import PIL.Image  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError:
+    if importlib.util.find_spec("PIL") is None:
         raise HeadraceError(
             "Reading images needs Pillow, which is not installed. Install it with: pip install 'headrace[vision]'"
-        ) from None
+        )
 
 
 def measure(data: bytes, max_pixels: int) -> Size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.gateway.caches.catalogues.catalogue_file import CatalogueError, CatalogueText, version_of
@@ -47,8 +49,8 @@ def test_a_slot_takes_any_value_of_one_line_and_the_text_repeats_it() -> None:
         assert answer(table, other) is None
 
 
-def entry(**fields: object) -> CatalogueSource:
-    return CatalogueSource(texts=(SourceEntry(name="e", **fields),))  # type: ignore[arg-type]
+def entry(**fields: Any) -> CatalogueSource:
+    return CatalogueSource(texts=(SourceEntry(name="e", **fields),))
 
 
 def test_listed_slots_make_a_text_for_each_value() -> None:
