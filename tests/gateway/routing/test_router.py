@@ -159,6 +159,35 @@ def test_what_is_not_well_is_left_out_of_a_chain_unless_nobody_is_well() -> None
     assert [plan.variant, *(step.variant for step in plan.steps)] == ["mini", "cloud", "draft"]
 
 
+def test_images_go_to_variants_that_read_them() -> None:
+    sections = {
+        "rules": [
+            {"name": "long", "when": {"surfaces": ["batch"]}, "variant": "draft"},
+            {"name": "split", "when": {"surfaces": ["voice"]}, "split": "half"},
+            {"name": "two", "when": {"surfaces": ["agent"]}, "cascade": "two"},
+            {"name": "chain", "chain": "three"},
+        ],
+        "splits": {"half": {"percent": {"mini": 0.001, "draft": 99.999}}},
+        "cascades": {"two": CASCADE},
+        "chains": {"three": {"steps": [{"variant": "draft"}, {"variant": "mini"}, {"variant": "cloud"}]}},
+    }
+    router = Router(config_of(**sections), reads_images=lambda variant: variant != "draft", wall=lambda: 0.0)
+    image = {"role": "user", "content": "\ufffc", "images": [{"url": "data:image/png;base64,aa"}]}
+
+    def plan(surface: str, messages: list[dict[str, Any]]) -> RoutePlan:
+        exchange = exchange_of(TextRequest(model="mini", messages=messages, surface=surface))
+        exchange.surface = surface
+        return router.route(exchange)
+
+    for surface in ("batch", "voice", "agent", "chat"):
+        found = plan(surface, [image])
+        used = [found.variant, *(step.variant for step in found.steps)]
+        assert (found.small, "draft" in used) == (None, False), surface
+        assert "draft: it reads no images" in str(found.headers()), surface
+        text = plan(surface, [{"role": "user", "content": "hi"}])
+        assert "draft" in (text.variant, text.small), surface
+
+
 def test_a_header_is_short_and_plain_whatever_names_are() -> None:
     decisions = [RoutingDecision("rule", "Mühle\r\nset-cookie: x", "y" * 900)]
     (shown,) = route_headers(decisions).values()

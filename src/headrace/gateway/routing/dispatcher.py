@@ -37,7 +37,9 @@ class Dispatcher:
         self._fleet = fleet
         self._golden = config.golden
         self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
-        self.router = Router(config, self._why_unavailable)
+        self.router = Router(
+            config, self._why_unavailable, reads_images=lambda variant: fleet.variant(variant).reads_images
+        )
         self.canaries = CanaryRoutes(config.conversation, self._why_unavailable)
         self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.config.routing_section import CascadeConfig, ChainConfig, OpeningConfig, RoutingConfig, StepConfig
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
 from headrace.gateway.routing.complexity import WEIGHTS
@@ -29,6 +30,9 @@ HEADER: Final = "x-headrace-route"
 _MAX_HEADER: Final = 512  # characters
 
 WhyNot = Callable[[str], str | None]  # why a variant is unavailable, or None
+
+
+_TEXT_ONLY: Final = "it reads no images"
 
 
 class RoutePlan(msgspec.Struct, frozen=True):
@@ -83,6 +87,7 @@ class _Choice(msgspec.Struct):
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
     opening: str | None = None
+    has_images: bool = False  # the request
 
 
 class Router:
@@ -91,11 +96,14 @@ class Router:
         config: RoutingConfig,
         why_not: WhyNot | None = None,
         *,
+        reads_images: Callable[[str], bool] | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """CalibrationError if the labelled answers of a cascade cannot be read. `wall`: seconds since 1970."""
+        """CalibrationError if the labelled answers of a cascade cannot be read. `reads_images`: whether a variant does;
+        by default every one. `wall`: seconds since 1970."""
         self.config = config
         self._why_not = why_not or _always_available
+        self._reads_images = reads_images or _always_reads
         self._wall = wall
         self._zone = ZoneInfo(config.timezone)
         self._weights = WEIGHTS if config.complexity is None else Path(config.complexity).expanduser()
@@ -112,7 +120,7 @@ class Router:
         return not self._rules and not self._chain_of
 
     def route(self, exchange: Exchange) -> RoutePlan:
-        choice = _Choice(exchange.served.name)
+        choice = _Choice(exchange.served.name, has_images=bool(images_of(exchange.text_request.messages)))
         facts = RoutingFacts(exchange, self._wall, self._zone, self._weights)
         rule = first_match(self._rules, facts)
         if rule is not None:
@@ -137,7 +145,10 @@ class Router:
             target = f"cascade {config.cascade}" if config.cascade is not None else config.variant or ""
         choice.decisions.append(RoutingDecision("rule", config.name, f"to {target}"))
         if config.variant is not None:
-            choice.variant = config.variant
+            if self._is_text_only(choice, config.variant):
+                choice.decisions.append(RoutingDecision("images", choice.variant, f"{config.variant}: {_TEXT_ONLY}"))
+            else:
+                choice.variant = config.variant
         elif config.split is not None:
             self._split(config.split, facts.exchange, choice)
         elif config.chain is not None:
@@ -150,15 +161,23 @@ class Router:
             choice.opening = config.opening
             choice.variant = self.config.openings[config.opening].large
 
+    def _why_not_for(self, choice: _Choice, variant: str) -> str | None:
+        """Return why a variant cannot answer the request now; None if it can."""
+        return _TEXT_ONLY if self._is_text_only(choice, variant) else self._why_not(variant)
+
+    def _is_text_only(self, choice: _Choice, variant: str) -> bool:
+        return choice.has_images and not self._reads_images(variant)
+
     def _split(self, name: str, exchange: Exchange, choice: _Choice) -> None:
         split = self._splits[name]
         variant = split.choose(conversation_key(exchange, self.config.conversation))
         choice.decisions.append(RoutingDecision("split", variant, f"the conversation's share of {name}"))
-        reason = self._why_not(variant)
+        reason = self._why_not_for(choice, variant)
         if reason is not None and variant not in self._chain_of:
             # While a variant is unavailable, its traffic goes to the largest available share.
             others = sorted(self.config.splits[name].percent.items(), key=lambda each: -each[1])
-            substitute = next((other for other, _ in others if other != variant and self._why_not(other) is None), None)
+            available = (other for other, _ in others if self._why_not_for(choice, other) is None)
+            substitute = next((other for other in available if other != variant), None)
             if substitute is not None:
                 choice.decisions.append(RoutingDecision("health", substitute, f"{variant}: {reason}"))
                 variant = substitute
@@ -171,7 +190,7 @@ class Router:
         if why is not None:
             choice.decisions.append(RoutingDecision("cascade", cascade.large, why))
             return None
-        reason = self._why_not(cascade.small)
+        reason = self._why_not_for(choice, cascade.small)
         if reason is not None:
             choice.decisions.append(RoutingDecision("health", cascade.large, f"{cascade.small}: {reason}"))
             return None
@@ -192,7 +211,7 @@ class Router:
         if why is not None:
             choice.decisions.append(RoutingDecision(ROLE, opening.large, f"answers alone: {why}"))
             return None
-        reason = self._why_not(opening.small)
+        reason = self._why_not_for(choice, opening.small)
         if reason is not None:
             choice.decisions.append(RoutingDecision("health", opening.large, f"{opening.small}: {reason}"))
             return None
@@ -206,7 +225,7 @@ class Router:
         name, chain = named
         steps: list[StepConfig] = []
         for place, step in enumerate(chain.steps):
-            reason = self._why_not(step.variant)
+            reason = self._why_not_for(choice, step.variant)
             if reason is None:
                 steps.append(step)
             else:
@@ -228,6 +247,10 @@ class Router:
 
 def _always_available(variant: str) -> None:
     """Without health information every variant counts as available."""
+
+
+def _always_reads(variant: str) -> bool:
+    return True
 
 
 def _why_no_cascade(text_request: TextRequest) -> str | None:

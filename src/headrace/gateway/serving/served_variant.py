@@ -100,6 +100,10 @@ class ServedVariant(msgspec.Struct, kw_only=True):
         return None if isinstance(self.tokenizer, NoTokenizer) else self.tokenizer
 
     @property
+    def reads_images(self) -> bool:
+        return self.images is not None or (self.upstream is not None and bool(self.upstream.takes.images))
+
+    @property
     def purpose(self) -> str:
         """What the model does, for messages about what it does not."""
         if self.kind == "reranker":
