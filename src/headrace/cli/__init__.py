@@ -72,7 +72,6 @@ app = App(
     help="Serve large language models with low latency.",
     version=__version__,
     version_flags=["--version"],
-    help_flags=["--help", "-h"],
     suppress_keyboard_interrupt=False,
 )
 

@@ -35,12 +35,7 @@ from headrace.errors import RequestError
 _WIDTH: Final = 160  # columns of a table that does not go to a terminal
 Repeatable = Parameter(negative=(), consume_multiple=True)
 
-bench = App(
-    name="bench",
-    help="Benchmark any OpenAI-compatible server over HTTP.",
-    help_flags=["--help", "-h"],
-    version_flags=[],
-)
+bench = App(name="bench", help="Benchmark any OpenAI-compatible server over HTTP.", version_flags=[])
 
 
 bench.command("headrace.cli.bench_reference:reference", name="reference")

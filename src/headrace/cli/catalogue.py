@@ -31,12 +31,7 @@ from headrace.gateway.caches.catalogues.catalogue_source import (
 
 _SHOWN: Final = 100  # characters of a text in a list
 
-catalogue = App(
-    name="catalogue",
-    help="Write texts for known questions ahead, and approve them.",
-    help_flags=["--help", "-h"],
-    version_flags=[],
-)
+catalogue = App(name="catalogue", help="Write texts for known questions ahead, and approve them.", version_flags=[])
 
 
 @catalogue.command

@@ -55,10 +55,7 @@ class CollectionTarget:
 DEFAULT_TARGET: Final = CollectionTarget()
 
 collection = App(
-    name="collection",
-    help="Add documents to collections of a running server, and search them.",
-    help_flags=["--help", "-h"],
-    version_flags=[],
+    name="collection", help="Add documents to collections of a running server, and search them.", version_flags=[]
 )
 
 

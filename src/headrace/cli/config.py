@@ -22,7 +22,6 @@ TEMPLATE: Final = Path(__file__).with_name("config_template.toml")
 config = App(
     name="config",
     help="Check the server's configuration, show the effective one, or write a new file.",
-    help_flags=["--help", "-h"],
     version_flags=[],
 )
 

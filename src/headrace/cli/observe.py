@@ -17,7 +17,6 @@ from headrace.server.config_checks import load_config
 observe = App(
     name="observe",
     help="Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
-    help_flags=["--help", "-h"],
     version_flags=[],
 )
 

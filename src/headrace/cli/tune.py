@@ -33,10 +33,7 @@ _COLUMNS: Final = 120
 
 
 tune = App(
-    name="tune",
-    help="Find the settings that serve your traffic fastest, or fit a cascade to it.",
-    help_flags=["--help", "-h"],
-    version_flags=[],
+    name="tune", help="Find the settings that serve your traffic fastest, or fit a cascade to it.", version_flags=[]
 )
 tune.command(cascade)
 

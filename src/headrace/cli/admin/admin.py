@@ -42,7 +42,6 @@ Settings = Annotated[list[str] | None, Parameter(name="--set", negative=())]
 admin = App(
     name="admin",
     help="Manage a running server: tenants, keys, fast mode, caches, pins, adapters, workers, usage, the audit log.",
-    help_flags=["--help", "-h"],
     version_flags=[],
 )
 admin_pins.add_commands(admin)

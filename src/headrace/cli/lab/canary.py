@@ -18,7 +18,6 @@ _WIDTH = 100
 canary = App(
     name="canary",
     help="Give a candidate a share of a variant's requests, compare both, and promote it or roll it back.",
-    help_flags=["--help", "-h"],
     version_flags=[],
 )
 

@@ -24,10 +24,7 @@ from headrace.models.formats.atomic_file import new_file
 from headrace.server.config_checks import load_config
 
 recordings = App(
-    name="recordings",
-    help="List, export and delete what a server recorded of tenants that opted in.",
-    help_flags=["--help", "-h"],
-    version_flags=[],
+    name="recordings", help="List, export and delete what a server recorded of tenants that opted in.", version_flags=[]
 )
 
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"])]
