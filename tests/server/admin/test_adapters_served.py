@@ -110,6 +110,8 @@ async def test_adapters_are_models_with_tenants_caches_and_an_admin_api(
         code, out = await command("adapters", "tiny")
         assert code == 0
         assert "tiny:shell" in out
+        assert "all" in out  # tenants of an adapter that none is named for
+        assert "none" not in out
         assert (await command("unload-adapter", "tiny", "shell"))[0] == 0
         gone = await server.did("DELETE", "models/tiny/adapters/late")
         assert gone == {"object": "adapter", "id": "tiny:late", "deleted": True}

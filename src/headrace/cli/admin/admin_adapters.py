@@ -25,6 +25,9 @@ def adapters(model: str, /, *, to: AdminTarget = DEFAULT_TARGET) -> None:
         Name of the model.
     """
     answer = request_json(to.url, "GET", _path(model))
+    if not to.json:
+        for each in answer["data"]:
+            each["tenants"] = each["tenants"] or ["all"]
     print_list(answer, ("id", "source", "tenants", "digest", "path"), as_json=to.json)
 
 
