@@ -96,3 +96,5 @@ def test_the_command_measures_beside_no_drafts(tmp_path: Path, capsys: pytest.Ca
     assert main([*arguments, "--rounds", "0"]) == 2
     assert main(["speculate", "mini", "--prompts", "missing.jsonl"]) == 2
     assert "There is no file missing.jsonl" in capsys.readouterr().err
+    assert main([*arguments, "--json", "missing/result.json"]) == 2
+    assert "The folder of missing/result.json does not exist" in capsys.readouterr().err

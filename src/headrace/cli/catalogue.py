@@ -14,6 +14,7 @@ import msgspec
 from cyclopts import App, Parameter
 
 from headrace.cli.admin.admin_client import printable, request_json
+from headrace.cli.output_path import check_output_folder
 from headrace.errors import RequestError
 from headrace.gateway.caches.catalogues.catalogue_file import (
     CatalogueText,
@@ -58,8 +59,7 @@ def build(
     """
     if not 1 <= concurrency <= 64:
         raise RequestError(f"Invalid --concurrency {concurrency}. Expected 1 to 64.")
-    if not output.parent.is_dir():  # found before a model has written anything
-        raise RequestError(f"There is no folder {output.parent} to write {output.name} into. Create it first.")
+    check_output_folder(output, "output")
     wanted = read_source(source)
     planned = plan_texts(wanted)
     former = read_texts(output) if output.exists() else []

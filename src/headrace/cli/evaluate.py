@@ -21,6 +21,7 @@ from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationPr
 from headrace.bench.evaluation.evaluation_report import EvaluationReport
 from headrace.bench.evaluation.evaluation_table import show
 from headrace.bench.results.formatting import seconds
+from headrace.cli.output_path import check_output_folder
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
 from headrace.variant import DEFAULT_MODEL, Variant
@@ -106,8 +107,7 @@ def evaluate(
     """
     if (text is None) == (prompts is None):
         raise RequestError("Pass a text to measure on: either --text FILE or --prompts FILE.jsonl.", parameter="text")
-    if json is not None and str(json) != "-" and not json.absolute().parent.is_dir():
-        raise RequestError(f"The folder of {json} does not exist. Create it first.", parameter="json")
+    check_output_folder(json, "json")
     common = {"threads": threads, "cache": cache}
     base = {"kv": kv, "keep": tuple(keep or ()), **common}
     named = (against, against_weights, against_keep, against_kv)

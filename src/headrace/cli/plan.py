@@ -26,6 +26,7 @@ from headrace.bench.planning.step_costs import StepCost
 from headrace.bench.planning.this_machine import measured_costs, this_machine
 from headrace.bench.roofline import parameters
 from headrace.bench.traffic_profile import TrafficProfile, of_lengths, of_trace
+from headrace.cli.output_path import check_output_folder
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.step_work import active_parameters
@@ -129,8 +130,7 @@ def plan(
     for name in weights or ():
         if name not in known:
             raise RequestError(f"Unknown precision '{name}'. Expected one of {', '.join(known)}.", parameter="weights")
-    if config is not None and not config.absolute().parent.is_dir():
-        raise RequestError(f"The folder of {config} does not exist. Create it first.", parameter="config")
+    check_output_folder(config, "config")
     shape = model_shape(model)
     load = _load(traffic, users=users, per_minute=per_minute, rate=rate, peak=peak, lengths=(prompt, answer, reused))
     prices = _prices(price or ())

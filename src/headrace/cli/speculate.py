@@ -15,6 +15,7 @@ from rich.table import Table
 
 from headrace.bench.evaluation.documents import read_prompts
 from headrace.bench.self_speculation import SelfDraft, check_can_draft, choose_drafts
+from headrace.cli.output_path import check_output_folder
 from headrace.config.toml_text import toml_value
 from headrace.errors import RequestError
 from headrace.llm import LLM
@@ -83,6 +84,7 @@ def speculate(
     for name, value, least, most in (("count", count, 1, 1000), ("tokens", tokens, 4, 1024), ("rounds", rounds, 1, 99)):
         if not least <= value <= most:
             raise RequestError(f"{name} must be {least} to {most}, not {value}.", parameter=name)
+    check_output_folder(json, "json")
     folder = open_model(find_model(model))
     check_can_draft(folder.spec, model)
     documents = read_prompts(prompts)[:count]

@@ -24,6 +24,7 @@ from headrace.bench.tuning.tune_report import TuneReport, interval_text, tune_ht
 from headrace.bench.tuning.tuning import Origin, TuneOptions
 from headrace.bench.tuning.tuning import tune as run_tuning
 from headrace.cli.lab.tune_cascade import cascade
+from headrace.cli.output_path import check_output_folder
 from headrace.errors import RequestError
 from headrace.lab.tuning.answers_gate import answers_gate
 from headrace.models.formats.atomic_file import new_file
@@ -150,8 +151,7 @@ def tune_model(
         if not least <= value <= most:
             raise RequestError(f"{name} must be {least:g} to {most:g}, not {value:g}.", parameter=name)
     for name, path in (("config", config), ("html", html), ("state", state), ("json", json)):
-        if path is not None and str(path) != "-" and not path.absolute().parent.is_dir():
-            raise RequestError(f"The folder of {path} does not exist. Create it first.", parameter=name)
+        check_output_folder(path, name)
     options = TuneOptions(
         trace=traffic,
         workload=workload,
