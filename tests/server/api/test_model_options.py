@@ -14,6 +14,7 @@ from headrace.config import ModelConfig
 from headrace.config.lab.safety_section import SafetyConfig
 from headrace.config.ledger_section import PriceConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
+from headrace.engine.interface.request import AdapterRef
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe.latency.latency_book import LatencyBook, RequestSample, Slice
 from tests.support.accounts import bearer, declared
@@ -127,6 +128,16 @@ async def test_only_what_a_key_may_use_is_an_option(tmp_path: Path) -> None:
         server.fleet.served["draft"] = replace(encoder)
         answer = await server.ask("GET", "/v1/models/draft/options", **bearer("caller-secret"))
         assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+@asynchronous
+async def test_only_variants_with_the_same_adapter_are_options_of_each_other(tmp_path: Path) -> None:
+    async with administered(tmp_path, models=MODELS) as server:
+        for name in ("mini", "mini@int4"):
+            adapter = server.fleet.served[name].with_adapter(AdapterRef("orders", "/a", "0" * 64))
+            server.fleet.adapters[adapter.name] = adapter
+        for model, option in (("mini", "mini@int4"), ("mini:orders", "mini@int4:orders")):
+            assert [name for name in await options(server, model) if name.startswith("mini")] == [option]
 
 
 @asynchronous

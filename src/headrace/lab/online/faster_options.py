@@ -41,7 +41,7 @@ class FasterOptions:
         self._config = config
         self._book = book
         self._quality = quality
-        self._prices = PriceBook.from_config(config.prices)
+        self._prices = PriceBook.from_config(config.prices, config.models)
         self._clock = clock
         self._names = frozenset(names_of(config))
         self._notes: dict[tuple[str, str], tuple[float, dict[str, Any] | None]] = {}
@@ -49,9 +49,9 @@ class FasterOptions:
     def options(self, variant: str, surface: str, allowed: Iterable[str]) -> list[Option]:
         """Return what there is instead of a variant. `surface`: its default; `allowed`: variants of the caller."""
         found = [self._fast(variant)]
-        base, names = variant.partition("@")[0], list(allowed)
+        base, names = _without_variant(variant), list(allowed)
         for name in names:
-            if name != variant and name.partition("@")[0] == base:
+            if name != variant and _without_variant(name) == base:
                 about, request = f"the variant {name}", {"model": name}
                 found.append(
                     Option(name=name, kind="variant", about=about, request=request, variants=frozenset({name}))
@@ -151,6 +151,13 @@ class FasterOptions:
                 key = ("" if is_surface else slice.surface, slice.length)
                 found.setdefault(key, Row()).merge(row)
         return found
+
+
+def _without_variant(name: str) -> str:
+    """Return the model, with its adapter: `mini` of `mini@int4`, and `mini:orders` of `mini@int4:orders`."""
+    model, _, variant = name.partition("@")
+    _, colon, adapter = variant.partition(":")
+    return model + colon + adapter
 
 
 def _compared(
