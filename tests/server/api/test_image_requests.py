@@ -191,6 +191,9 @@ async def test_a_model_that_reads_text_only_says_so() -> None:
         assert answer.status == 400
         assert answer.error["message"].startswith("'mini' does not read images. It reads text only")
         assert not running.engine.streams
+        path, body = REQUESTS["tokenize"]
+        counted = await running.ask("POST", path, body | {"model": "mini"})
+        assert (counted.status, counted.error) == (400, answer.error)
 
 
 def test_a_model_without_pillow_answers_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     tools = [_as_template_takes(tool) for tool in text_request.tools] if text_request.choosing != "none" else []
     reader, images = served.images, images_of(text_request.messages)
     if images and reader is None:
-        raise _reads_no_images(served)
+        raise reads_no_images(served)
     measured = [] if reader is None or not images else await reader.measured(images)
     messages = text_request.messages if reader is None else reader.template_messages(text_request.messages)
     render = partial(served.tokenizer.apply_template, messages, tools=tools or None, **text_request.template_values)
@@ -255,7 +255,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     return [Prompt(tokens, plain(text[-256:]), placed)]
 
 
-def _reads_no_images(served: ServedVariant) -> ApiError:
+def reads_no_images(served: ServedVariant) -> ApiError:
     why = served.no_images or "It reads text only: remove the images, or use a model that reads them."
     return ApiError(f"'{served.name}' does not read images. {why}", parameter="messages", code="unsupported_parameter")
 

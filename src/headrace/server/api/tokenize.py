@@ -15,7 +15,7 @@ from headrace.config import RequestLimits
 from headrace.gateway.accounts.access import find_model
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.images.message_images import images_of
-from headrace.gateway.serving.engine_answering import tokens_of
+from headrace.gateway.serving.engine_answering import reads_no_images, tokens_of
 from headrace.gateway.serving.served_variant import ServedVariant, no_tokens
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.server.api.chat_completions import ChatInputMessage, template_messages
@@ -57,7 +57,7 @@ async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str,
         messages, reader = template_messages(given["messages"], _LIMITS), served.images
         images = images_of(messages)
         if images and reader is None:
-            raise invalid_request(f"'{served.name}' does not read images. Send text only.", "messages")
+            raise reads_no_images(served)
         shown = messages if reader is None else reader.template_messages(messages)
         text = tokenizer.apply_template(shown, add_generation_prompt=ends)
         tokens = await tokens_of(served, text, "messages", whole=True)
