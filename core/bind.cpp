@@ -207,6 +207,20 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
   return array;
 }
 
+// Numbers of a step's sequences, where they are given at all.
+Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string& name, int64_t sequences) {
+  Array<int32_t, 1> array;
+  if (numbers.is_none()) return array;
+  try {
+    array = nb::cast<Array<int32_t, 1>>(numbers, false);
+  } catch (const nb::cast_error&) {
+    refuse(name + " must be an array of i32 or None");
+  }
+  check_natural(array, name.c_str());
+  if (static_cast<int64_t>(array.size()) != sequences) refuse(name + " must have one entry a sequence");
+  return array;
+}
+
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
@@ -246,39 +260,18 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
-  Array<int32_t, 1> seconds;
-  if (!second_texts.is_none()) {
-    try {
-      seconds = nb::cast<Array<int32_t, 1>>(second_texts, false);
-    } catch (const nb::cast_error&) {
-      refuse("second_texts must be an array of i32 or None");
-    }
-    check_natural(seconds, "second_texts");
-    if (static_cast<int64_t>(seconds.size()) != args.sequences) refuse("second_texts must have one entry a sequence");
-    args.second_texts = seconds.data();
-  }
-  Array<int32_t, 1> states_of;
+  const auto seconds = optional_numbers(second_texts, "second_texts", args.sequences);
+  if (!second_texts.is_none()) args.second_texts = seconds.data();
+  if (states.is_none() != state_slots.is_none()) refuse("states and state_slots must be given together");
+  const auto states_of = optional_numbers(state_slots, "state_slots", args.sequences);
   if (!states.is_none()) {
-    try {
-      args.states = &nb::cast<States&>(states);
-      states_of = nb::cast<Array<int32_t, 1>>(state_slots, false);
-    } catch (const nb::cast_error&) {
-      refuse("states must be States, and state_slots an array of i32");
-    }
-    check_natural(states_of, "state_slots");
-    if (static_cast<int64_t>(states_of.size()) != args.sequences) refuse("state_slots must have one entry a sequence");
+    if (!nb::isinstance<States>(states)) refuse("states must be States or None");
+    args.states = &nb::cast<States&>(states);
     args.state_slots = states_of.data();
   }
   const std::vector<const Adapter*> adapter_list = adapters_of(std::move(adapters));
-  Array<int32_t, 1> slot_array;
+  const auto slot_array = optional_numbers(slots, "slots", args.sequences);
   if (!slots.is_none()) {
-    try {
-      slot_array = nb::cast<Array<int32_t, 1>>(slots, false);
-    } catch (const nb::cast_error&) {
-      refuse("slots must be an array of i32 or None");
-    }
-    check_natural(slot_array, "slots");
-    if (static_cast<int64_t>(slot_array.size()) != args.sequences) refuse("slots must have one entry a sequence");
     args.slots = slot_array.data();
     args.adapters = adapter_list.data();
     args.adapter_count = static_cast<int64_t>(adapter_list.size());

@@ -49,8 +49,9 @@ struct BoundModel {
 void bind_adapters(nb::module_& module);
 std::vector<const Adapter*> adapters_of(nb::list adapters);
 
-// A model's weights from a description and its tensors by their canonical names (src/headrace/engine/cpu.py, describe).
-// Throws std::invalid_argument where one is missing or of a wrong type. The tensors must outlive what is returned.
+// A model's weights from a description (src/headrace/engine/executors/cpu_executor.py, describe) and its tensors by
+// their canonical names. Throws std::invalid_argument where one is missing or of a wrong type. The tensors must outlive
+// what is returned.
 ModelWeights assemble(nb::dict description, nb::dict tensors);
 
 }  // namespace headrace

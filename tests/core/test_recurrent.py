@@ -130,6 +130,9 @@ def test_states_that_do_not_fit_are_refused() -> None:
     slots = np.array([0], dtype=np.int32)
     for changes, message in (
         ({"states": None, "state_slots": None}, "no states"),
+        ({"states": None}, "given together"),
+        ({"state_slots": None}, "given together"),
+        ({"states": 4}, "must be States"),
         ({"states": _core.States(2, 16)}, "another shape"),
         ({"state_slots": np.array([4], dtype=np.int32)}, "slot 4 does not exist"),
         ({"state_slots": np.array([-1], dtype=np.int32)}, "slot -1 does not exist"),
