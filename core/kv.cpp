@@ -140,6 +140,19 @@ inline Scales write_scales(const KvLayout& layout, uint8_t* record, int64_t slot
   return {of_key.inverse, of_value.inverse};
 }
 
+// A byte for each dim: what `code` makes of a value and the inverse of its scale, and `zero` where the padding is.
+template <typename Code>
+void write_bytes(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value,
+                 const Scales& scales, uint8_t zero, const Code& code) {
+  const int64_t padded = layout.padded_size;
+  uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
+  for (int64_t d = 0; d < padded; ++d) {
+    const bool within = d < layout.head_size;
+    record[(d / 4 * kBlock + slot) * 4 + d % 4] = within ? code(key[d], scales.key) : zero;
+    values[d * 4] = within ? code(value[d], scales.value) : zero;
+  }
+}
+
 }  // namespace
 
 void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value) {
@@ -161,21 +174,14 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
       return;
     }
     case KvType::kInt8: {
-      uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
       const Scales scales = write_scales(layout, record, slot, key, value, 127.0f);
-      for (int64_t d = 0; d < padded; ++d) {
-        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? biased_code<-127, 127>(key[d], scales.key) : 128;
-        values[d * 4] = d < size ? biased_code<-127, 127>(value[d], scales.value) : 128;
-      }
+      write_bytes(layout, record, slot, key, value, scales, 128, biased_code<-127, 127>);
       return;
     }
     case KvType::kFp8: {
-      uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
       const Scales scales = write_scales(layout, record, slot, key, value, kMostE4m3);
-      for (int64_t d = 0; d < padded; ++d) {
-        record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < size ? e4m3_from_f32(key[d] * scales.key) : uint8_t{0};
-        values[d * 4] = d < size ? e4m3_from_f32(value[d] * scales.value) : uint8_t{0};
-      }
+      auto code = [](float number, float inverse) { return e4m3_from_f32(number * inverse); };
+      write_bytes(layout, record, slot, key, value, scales, 0, code);
       return;
     }
     case KvType::kInt4: {
