@@ -68,21 +68,15 @@ inline void add_panel(const ProductArgs& args, const LowRankView& view, const fl
     const int64_t column = panel * kPanel + v * 16;
     const int64_t valid = args.weights->layout.outputs - column;
     if (valid <= 0) return;
-    float lanes[16] = {};
     float* place = out + v * 16;
-    if (valid < 16) {
-      for (int64_t i = 0; i < valid; ++i) lanes[i] = place[i];
-      place = lanes;
-    }
-    F16 total = load(place);
+    F16 total = load_some(place, valid);
     if (view.magnitudes == nullptr) {
       total = add(total, sums[v]);
     } else {
       const F16 bias = args.bias == nullptr ? splat(0.0f) : load(args.bias + column);
       total = add(mul(load(view.magnitudes + column), add(sub(total, bias), sums[v])), bias);
     }
-    store(place, total);
-    for (int64_t i = 0; valid < 16 && i < valid; ++i) out[v * 16 + i] = lanes[i];
+    store_some(place, valid, total);
   }
 }
 

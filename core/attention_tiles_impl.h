@@ -144,9 +144,7 @@ inline void write_attended(const float* output, float total, int64_t head_size, 
   for (int64_t d = 0; d < head_size; d += 16) {
     F16 x = load(output + d);
     x = where_less(absolute(x), splat(1.17549435e-38f), splat(0.0f), x);
-    float lanes[16];
-    store(lanes, divide(x, splat(total)));
-    for (int64_t i = 0; i < least(16, head_size - d); ++i) out[d + i] = lanes[i];
+    store_some(out + d, head_size - d, divide(x, splat(total)));
   }
 }
 

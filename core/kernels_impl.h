@@ -89,13 +89,8 @@ void norm(const NormArgs& args, const float* in, int64_t width, float* out) {
 void softcap(float* values, int64_t count, float cap) {
   const F16 up = splat(cap);
   const F16 down = splat(1.0f / cap);
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) store(values + i, mul(up, hyperbolic_tangent(mul(load(values + i), down))));
-  if (i < count) {
-    float lanes[16] = {};
-    for (int64_t j = i; j < count; ++j) lanes[j - i] = values[j];
-    store(lanes, mul(up, hyperbolic_tangent(mul(load(lanes), down))));
-    for (int64_t j = i; j < count; ++j) values[j] = lanes[j - i];
+  for (int64_t i = 0; i < count; i += 16) {
+    store_some(values + i, count - i, mul(up, hyperbolic_tangent(mul(load_some(values + i, count - i), down))));
   }
 }
 

@@ -54,14 +54,7 @@ inline void write_totals(const ProductArgs& args, int64_t vector, int64_t row, F
   const int64_t valid = args.weights->layout.outputs - column;
   totals = mul(totals, splat(args.weights->gain));
   if (args.bias != nullptr) totals = add(totals, load(args.bias + column));
-  float* out = args.out + (row - args.out_row) * args.out_stride + (column - args.out_column);
-  if (valid >= 16) {
-    store(out, totals);
-  } else {
-    float lanes[16];
-    store(lanes, totals);
-    for (int64_t i = 0; i < valid; ++i) out[i] = lanes[i];
-  }
+  store_some(args.out + (row - args.out_row) * args.out_stride + (column - args.out_column), valid, totals);
 }
 
 // Totals of some rows and vectors of channels stay in registers: their indices are constants (see `each`).

@@ -35,6 +35,14 @@ namespace {
 // As torch computes it: above the threshold it is x itself.
 float softplus(float x) { return x > 20.0f ? x : static_cast<float>(std::log1p(std::exp(double{x}))); }
 
+// Normalises some values of a row. A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond them.
+void normalise(const Kernels& kernels, const NormArgs& args, float* values, int64_t size, float* scratch) {
+  std::memcpy(scratch, values, static_cast<size_t>(size) * sizeof(float));
+  std::fill(scratch + size, scratch + round_up(size, kStateLanes), 0.0f);
+  kernels.norm(args, scratch, size, scratch);
+  std::memcpy(values, scratch, static_cast<size_t>(size) * sizeof(float));
+}
+
 float exponential(float x) { return static_cast<float>(std::exp(double{x})); }
 
 }  // namespace
@@ -155,10 +163,7 @@ void Model::unit_keys(int64_t rows) {
         float* head = mixed_.data() + r * mixed_pad_ + h * size;
         const float weight = h < shape.groups ? 1.0f / static_cast<float>(size) : 1.0f / root;
         std::fill(weights, weights + round_up(size, kStateLanes), weight);
-        std::memcpy(scratch, head, static_cast<size_t>(size) * sizeof(float));
-        std::fill(scratch + size, scratch + round_up(size, kStateLanes), 0.0f);
-        kernels_.norm({weights, nullptr, kEps / static_cast<float>(size), false}, scratch, size, scratch);
-        std::memcpy(head, scratch, static_cast<size_t>(size) * sizeof(float));
+        normalise(kernels_, {weights, nullptr, kEps / static_cast<float>(size), false}, head, size, scratch);
       }
     }
   });
@@ -178,12 +183,8 @@ void Model::gate_rows(const Layer& layer, int64_t rows) {
       const float* opening = mixed_.data() + r * mixed_pad_ + gates;
       if (!shape.norm_first) kernels_.gate(out, opening, inner, false);
       for (int64_t i = 0; size > 0 && i < inner; i += size) {
-        // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
-        std::memcpy(scratch, out + i, static_cast<size_t>(size) * sizeof(float));
-        std::fill(scratch + size, scratch + round_up(size, kStateLanes), 0.0f);
         const float* weights = layer.recurrent.norm.data() + (shares ? 0 : i);
-        kernels_.norm({weights, nullptr, shape.eps, false}, scratch, size, scratch);
-        std::memcpy(out + i, scratch, static_cast<size_t>(size) * sizeof(float));
+        normalise(kernels_, {weights, nullptr, shape.eps, false}, out + i, size, scratch);
       }
       if (shape.norm_first) kernels_.gate(out, opening, inner, false);
     }

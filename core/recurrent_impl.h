@@ -10,20 +10,6 @@
 namespace headrace {
 namespace {
 
-inline F16 load_some(const float* p, int64_t count) {
-  if (count >= 16) return load(p);
-  float lanes[16] = {};
-  for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
-  return load(lanes);
-}
-
-inline void store_some(float* p, int64_t count, const F16& x) {
-  if (count >= 16) return store(p, x);
-  float lanes[16];
-  store(lanes, x);
-  for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
-}
-
 void convolve(const ConvolutionArgs& args) {
   const int64_t past_count = args.taps - 1;
   for (int64_t c = 0; c < args.channels; c += 16) {
@@ -51,6 +37,16 @@ void convolve(const ConvolutionArgs& args) {
   }
 }
 
+// Calls with each row of a state and the sum that it adds to. Sums take turns, so that additions need not wait.
+template <int kSums, typename Act>
+inline HEADRACE_INLINE void by_turns(int64_t size, F16 (&sums)[kSums], const Act& act) {
+  int64_t n = 0;
+  for (; n + kSums <= size; n += kSums) {
+    each<kSums>([&](auto i) HEADRACE_INLINE { act(n + i(), sums[i()]); });
+  }
+  for (; n < size; ++n) act(n, sums[0]);
+}
+
 void scan(const RecurrenceArgs& args) {
   const int64_t stride = round_up(args.head_size, 16);
   for (int64_t p = 0; p < args.head_size; p += 16) {
@@ -63,19 +59,11 @@ void scan(const RecurrenceArgs& args) {
       const F16 grown = mul(x, splat(args.steps[r * args.steps_stride]));
       const F16 decay = splat(args.decays[r * args.steps_stride]);
       F16 sums[4] = {mul(x, splat(args.skip)), splat(0.0f), splat(0.0f), splat(0.0f)};
-      auto take = [&](int64_t n, F16& sum) HEADRACE_INLINE {
+      by_turns(args.state_size, sums, [&](int64_t n, F16& sum) HEADRACE_INLINE {
         const F16 next = fma(splat(b[n]), grown, mul(decay, load(state + n * stride)));
         store(state + n * stride, next);
         sum = fma(splat(c[n]), next, sum);
-      };
-      int64_t n = 0;
-      for (; n + 4 <= args.state_size; n += 4) {
-        take(n, sums[0]);
-        take(n + 1, sums[1]);
-        take(n + 2, sums[2]);
-        take(n + 3, sums[3]);
-      }
-      for (; n < args.state_size; ++n) take(n, sums[0]);
+      });
       store_some(args.out + r * args.out_stride + p, count, add(add(sums[0], sums[1]), add(sums[2], sums[3])));
     }
   }
@@ -91,31 +79,19 @@ void delta(const RecurrenceArgs& args) {
       const float* q = args.queries + r * args.stride;
       const F16 decay = splat(args.decays[r * args.steps_stride]);
       F16 known[2] = {splat(0.0f), splat(0.0f)};
-      int64_t n = 0;
-      auto recall = [&](int64_t at, F16& sum) HEADRACE_INLINE {
-        const F16 kept = mul(decay, load(state + at * stride));
-        store(state + at * stride, kept);
-        sum = fma(splat(k[at]), kept, sum);
-      };
-      for (; n + 2 <= args.state_size; n += 2) {
-        recall(n, known[0]);
-        recall(n + 1, known[1]);
-      }
-      for (; n < args.state_size; ++n) recall(n, known[0]);
+      by_turns(args.state_size, known, [&](int64_t n, F16& sum) HEADRACE_INLINE {
+        const F16 kept = mul(decay, load(state + n * stride));
+        store(state + n * stride, kept);
+        sum = fma(splat(k[n]), kept, sum);
+      });
       const F16 value = load_some(args.values + r * args.stride + p, count);
       const F16 change = mul(sub(value, add(known[0], known[1])), splat(args.steps[r * args.steps_stride]));
       F16 sums[2] = {splat(0.0f), splat(0.0f)};
-      auto learn = [&](int64_t at, F16& sum) HEADRACE_INLINE {
-        const F16 next = fma(splat(k[at]), change, load(state + at * stride));
-        store(state + at * stride, next);
-        sum = fma(splat(q[at]), next, sum);
-      };
-      n = 0;
-      for (; n + 2 <= args.state_size; n += 2) {
-        learn(n, sums[0]);
-        learn(n + 1, sums[1]);
-      }
-      for (; n < args.state_size; ++n) learn(n, sums[0]);
+      by_turns(args.state_size, sums, [&](int64_t n, F16& sum) HEADRACE_INLINE {
+        const F16 next = fma(splat(k[n]), change, load(state + n * stride));
+        store(state + n * stride, next);
+        sum = fma(splat(q[n]), next, sum);
+      });
       store_some(args.out + r * args.out_stride + p, count, add(sums[0], sums[1]));
     }
   }

@@ -48,6 +48,21 @@ inline HEADRACE_INLINE void each(const Act& act) {
   each<kFirst>([&](auto i) HEADRACE_INLINE { each<kSecond>([&](auto j) HEADRACE_INLINE { act(i, j); }); });
 }
 
+// Some or all of sixteen values: no others are touched, and lanes without one are zero.
+inline F16 load_some(const float* p, int64_t count) {
+  if (count >= 16) return load(p);
+  float lanes[16] = {};
+  for (int64_t i = 0; i < count; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+
+inline void store_some(float* p, int64_t count, const F16& x) {
+  if (count >= 16) return store(p, x);
+  float lanes[16];
+  store(lanes, x);
+  for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
 // e^x: relative error below 2e-7; exactly 0 below -87, so that masked scores weigh nothing. NaN stays NaN.
 inline F16 exponential(F16 x) {
   const F16 lowest = splat(-87.0f);
