@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import anthropic
@@ -219,3 +221,32 @@ async def test_a_grammar_that_cannot_be_followed_is_the_requests_mistake() -> No
                 "guided_regex",
             )
             assert "too many states" in found.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [1] * 5000}),
+        ("/v1/chat/completions", {**CHAT, "temperature": 9}),
+        ("/v1/chat/completions", {**CHAT, "stop_token_ids": [1] * 5000}),
+        ("/v1/completions", {"prompt": [1] * 5000, "max_tokens": 1}),
+        ("/detokenize", {"tokens": [-1] * 5000}),
+    ],
+)
+@asynchronous
+async def test_a_refused_body_is_freed_at_once(path: str, body: object) -> None:
+    """Left to the collector, the bodies of many refused calls are freed together, while every other call waits."""
+    async with serving() as running:
+        assert (await running.ask("POST", path, body)).status == 400  # imports what it needs
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await running.ask("POST", path, body)).status == 400
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            frames = [each.f_code.co_qualname for each in gc.garbage if isinstance(each, FrameType)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert frames == []

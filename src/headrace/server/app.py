@@ -72,6 +72,10 @@ class App:
             self._done(call, route, error)
             if error is not None or not call.status:
                 await self._charge_mistake(call, route, error)
+            if error is not None:
+                # Its frames hold the body, and this frame holds the error: only the collector could free them, all the
+                # large bodies of many refused calls at once, which takes tenths of a second.
+                error.__traceback__ = None
 
     async def _admit(self, call: ApiCall, route: Route) -> None:
         """Identify the caller, and count the call or check that there is room for it. ApiError where there is not."""
