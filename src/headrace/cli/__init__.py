@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 
 from cyclopts import App, CycloptsError
 
+from headrace.cli.usage_errors import usage_text
 from headrace.errors import DownloadError, HeadraceError, InsufficientMemoryError
 from headrace.version import __version__
 
@@ -50,7 +51,7 @@ COMMANDS = {
     "replay": "Send recorded requests again and keep the answers beside the originals.",
     "report": "Write what a running server did in the last days as one HTML file.",
     "reshape": "Give a model fewer heads, feed-forward neurons or experts.",
-    "serve": "Serve models to OpenAI and Anthropic clients.",
+    "serve": "Serve models to OpenAI, Anthropic and Ollama clients.",
     "shadows": "Show how the answers of shadows differ from the served ones.",
     "simulate": "Simulate the scheduler under traffic larger than this machine could serve.",
     "speculate": "Find how a model drafts for itself best, and what that gains on your prompts.",
@@ -96,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (InsufficientMemoryError, DownloadError) as error:
         return _report_error(error, FAILED)
-    except (CycloptsError, HeadraceError) as error:
+    except CycloptsError as error:
+        return _report_error(usage_text(error), WRONG_USAGE)
+    except HeadraceError as error:
         return _report_error(error, WRONG_USAGE)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -33,7 +33,7 @@ from headrace.bench.results.benchmark_result import BenchmarkResult
 from headrace.errors import RequestError
 
 _WIDTH: Final = 160  # columns of a table that does not go to a terminal
-Repeatable = Parameter(negative=(), consume_multiple=True)
+Repeatable = Parameter(negative=(), consume_multiple=(1, 64))
 
 bench = App(name="bench", help="Benchmark any OpenAI-compatible server over HTTP.", version_flags=[])
 

@@ -41,7 +41,7 @@ def serve(
     insecure: bool = False,
     pull: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Serve models to OpenAI and Anthropic clients.
+    """Serve models to OpenAI, Anthropic and Ollama clients.
 
     Usage: headrace serve, headrace serve path/to/model --weights int8, or headrace serve --config headrace.toml
 
@@ -114,13 +114,7 @@ def serve(
         console.print(
             f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n", soft_wrap=True
         )
-        console.print(
-            f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'\n""",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        console.print(_first_request(url, keys=bool(loaded.keys)), highlight=False, markup=False, soft_wrap=True)
 
     with LoadingBars(console) as bars:
 
@@ -129,6 +123,12 @@ def serve(
             ready(url)
 
         run(loaded, ready=started, loading=bars.show if console.is_terminal and not as_json else None)
+
+
+def _first_request(url: str, *, keys: bool) -> str:
+    key = "-H 'authorization: Bearer YOUR_KEY' " if keys else ""
+    return f"""  curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'\n"""
 
 
 def _wants_json(config: Path | None, flag: str | None) -> bool:

@@ -287,7 +287,7 @@ def test_the_command_makes_the_model_and_says_so(tmp_path: Path, capsys: pytest.
     ("arguments", "message"),
     [
         (["make-model", "--like", "gpt-5", "out"], 'Invalid value "gpt-5" for --like'),
-        (["make-model", "--like", "tiny"], "OUT requires an argument"),
+        (["make-model", "--like", "tiny"], "needs OUT"),
         (["make-model", "--like", "tiny", "--speed", "9", "out"], "Unknown option: --speed"),
         (["make-model", "--like", "tiny", "FULL"], "is not an empty directory"),
     ],

@@ -32,13 +32,13 @@ class AdminTarget:
     Parameters
     ----------
     url
-        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL, else
+        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL or $HEADRACE_URL, else
         http://localhost:8000.
     json
         Print the response as JSON.
     """
 
-    url: Annotated[str, Parameter(env_var="HEADRACE_ADMIN_URL")] = "http://localhost:8000"
+    url: Annotated[str, Parameter(env_var=("HEADRACE_ADMIN_URL", "HEADRACE_URL"))] = "http://localhost:8000"
     json: Annotated[bool, Parameter(negative=())] = False
 
 

@@ -19,7 +19,7 @@ def shadows(
     name: str | None = None,
     /,
     *,
-    url: Annotated[str, Parameter(env_var="HEADRACE_ADMIN_URL")] = "http://localhost:8000",
+    url: Annotated[str, Parameter(env_var=("HEADRACE_ADMIN_URL", "HEADRACE_URL"))] = "http://localhost:8000",
     json: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Print how the answers of shadows differ from the served ones.
@@ -34,7 +34,7 @@ def shadows(
     name
         A shadow of [routing.shadows]; its routes are listed, too. Default: all shadows.
     url
-        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL, else
+        URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL or $HEADRACE_URL, else
         http://localhost:8000.
     json
         Print the response as JSON.
