@@ -127,6 +127,7 @@ RecurrentShape recurrent_shape(const nb::dict& facts) {
   shape.eps = fact<float>(facts, "eps");
   shape.step_least = fact<float>(facts, "step_least");
   shape.step_most = fact<float>(facts, "step_most");
+  shape.in_factors = fact<std::vector<float>>(facts, "in_factors");
   for (int64_t size : {shape.taps, shape.heads, shape.groups + 1, shape.head_size, shape.state_size + 1}) {
     if (size < 1 || size > (int64_t{1} << 20)) refuse("a recurrent size is out of range: " + std::to_string(size));
   }
@@ -187,8 +188,8 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     }
   }
   layer.sinks = parts.list(attn + ".sinks");
-  layer.attends = fact<std::string>(facts, "mixer") == "attention";
-  layer.recurs = fact<std::string>(facts, "mixer") == "recurrent";
+  layer.attends = fact<bool>(facts, "attends");
+  layer.recurs = fact<bool>(facts, "recurs");
   layer.feeds = fact<bool>(facts, "mlp");
   if (layer.attends) {
     layer.qkv = parts.product(attn + ".qkv");
@@ -262,8 +263,12 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.attention_softcap = parts.value<float>("attention_softcap");
   w.growth = parts.value<float>("growth");
   w.growth_tokens = parts.value<int64_t>("growth_tokens");
+  w.growth_first = parts.value<int64_t>("growth_first");
   w.logit_softcap = parts.value<float>("logit_softcap");
   w.embedding_scale = parts.value<float>("embedding_scale");
+  w.attention_factor = parts.value<float>("attention_factor");
+  w.recurrent_factor = parts.value<float>("recurrent_factor");
+  w.mlp_factor = parts.value<float>("mlp_factor");
   w.top_k = parts.value<int64_t>("top_k");
   w.normalise_experts = parts.value<bool>("normalise_experts");
   w.sigmoid_experts = parts.value<bool>("sigmoid_experts");

@@ -105,7 +105,8 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         }
       }
       if (layer.grows) {
-        const float steps = std::floor(static_cast<float>(row.position + 1) / static_cast<float>(w_.growth_tokens));
+        const float steps =
+            std::floor(static_cast<float>(row.position + w_.growth_first) / static_cast<float>(w_.growth_tokens));
         const float factor = std::log1p(steps) * w_.growth + 1.0f;
         for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
       }

@@ -42,7 +42,7 @@ struct Opening {
   Activation kind;
   bool gated;
   int64_t width;  // of the opened row; out is zero from there to the end of its panel
-  // kClampedSilu: g / (1 + e^(-slope * g)) * (v + 1), with gates g at most limit and values v within it on both sides.
+  // act(slope * g) * v. kClampedSilu: g / (1 + e^(-slope * g)) * (v + 1), g at most limit and v within it both ways.
   float slope = 1.0f;
   float limit = 0.0f;
 };

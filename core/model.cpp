@@ -392,8 +392,8 @@ void Model::feed_forward(const StepArgs& args, const Layer& layer, int64_t rows)
   times_.end(Stage::kDown);
 }
 
-// residual += [out_norm] joined, then [residual_norm].
-void Model::join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm) {
+// residual += factor * [out_norm] joined, then [residual_norm].
+void Model::join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm, float factor) {
   pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       float* x = residual_.data() + r * hidden_pad_;
@@ -401,7 +401,7 @@ void Model::join(int64_t rows, const NormWeights& out_norm, const NormWeights& r
       if (out_norm.present()) {
         kernels_.norm({out_norm.weight.data(), out_norm.bias.data(), w_.eps, w_.layer_norm}, y, w_.hidden, y);
       }
-      for (int64_t i = 0; i < w_.hidden; ++i) x[i] += y[i];
+      for (int64_t i = 0; i < w_.hidden; ++i) x[i] += factor * y[i];
       if (residual_norm.present()) {
         kernels_.norm({residual_norm.weight.data(), residual_norm.bias.data(), w_.eps, w_.layer_norm}, x, w_.hidden, x);
       }
@@ -473,11 +473,8 @@ void Model::step(const StepArgs& args) {
   int64_t rows = args.rows;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
-    if (layer.recurs) {
-      recur(args, layer);
-    } else if (layer.attends) {
-      heads_of_rows(args, layer);
-    }
+    if (layer.recurs) recur(args, layer);
+    if (layer.attends) heads_of_rows(args, layer);
     if (i + 1 == w_.layers.size()) {
       keep_wanted(args);
       rows = args.wanted_count;
@@ -485,13 +482,13 @@ void Model::step(const StepArgs& args) {
     }
     if (layer.recurs) {
       recurrent_output(layer, rows);
-    } else if (layer.attends) {
-      attention(args, layer, layer.kv, rows);
+      join(rows, layer.attn_out_norm, layer.attn_residual_norm, w_.recurrent_factor);
     }
+    if (layer.attends) attention(args, layer, layer.kv, rows);
     if (w_.parallel) {
       std::swap(joined_, attention_out_);
-    } else if (layer.recurs || layer.attends) {
-      join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+    } else if (layer.attends) {
+      join(rows, layer.attn_out_norm, layer.attn_residual_norm, w_.attention_factor);
     }
     times_.end(Stage::kJoin);
     if (!layer.feeds) continue;
@@ -507,10 +504,10 @@ void Model::step(const StepArgs& args) {
     }
     if (w_.parallel) {
       std::swap(joined_, attention_out_);
-      join(rows, layer.attn_out_norm, layer.attn_residual_norm);
+      join(rows, layer.attn_out_norm, layer.attn_residual_norm, w_.attention_factor);
       std::swap(joined_, attention_out_);
     }
-    join(rows, layer.mlp_out_norm, layer.mlp_residual_norm);
+    join(rows, layer.mlp_out_norm, layer.mlp_residual_norm, w_.mlp_factor);
     times_.end(Stage::kJoin);
   }
   results(args);

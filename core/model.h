@@ -65,7 +65,7 @@ inline int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
 struct Layer {
   bool attends = true;  // its first sublayer is attention ...
-  bool recurs = false;  // ... or recurrent, or there is none
+  bool recurs = false;  // ... or recurrent, or both are added together, or there is none
   bool feeds = true;    // its second sublayer is an MLP or a mixture of experts, or there is none
   int64_t kv = 0;       // which of the layers with keys and values it is
   int64_t state = 0;    // which of the layers with a state it is
@@ -118,14 +118,18 @@ struct ModelWeights {
   QkNorm qk_norm = QkNorm::kNone;
   bool unit_norms = false;  // of queries and keys, without weights
   Activation activation = Activation::kSilu;
-  float gate_slope = 1.0f;  // of kClampedSilu, as its limit
+  float gate_slope = 1.0f;  // see Opening, as the limit
   float gate_limit = 0.0f;
   float attention_scale = 1.0f;
   float attention_softcap = 0.0f;
   float growth = 0.0f;        // in layers that grow, queries are multiplied by 1 + growth * log(1 + steps) ...
   int64_t growth_tokens = 1;  // ... of so many tokens each
+  int64_t growth_first = 1;   // position of the first token, for that
   float logit_softcap = 0.0f;
   float embedding_scale = 1.0f;
+  float attention_factor = 1.0f;  // these multiply what a sublayer adds to the residual
+  float recurrent_factor = 1.0f;
+  float mlp_factor = 1.0f;
   int64_t top_k = 0;
   bool normalise_experts = false;
   bool sigmoid_experts = false;  // an expert's weight is the sigmoid of its score, not its softmax
@@ -262,7 +266,7 @@ class Model {
   void mix_experts(const Layer& layer, int64_t rows);
   void sigmoid(float* values, int64_t count) const;
   void add_shared(const Layer& layer, int64_t rows);
-  void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm);
+  void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm, float factor);
   void keep_wanted(const StepArgs& args);
   void results(const StepArgs& args);
   QuantisedRows quantised() const;

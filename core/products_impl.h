@@ -546,7 +546,9 @@ inline void write_opened(const ProductArgs& args, int64_t panel, int64_t panels,
       if (opening.kind == Activation::kClampedSilu) {
         opened = clamped_silu(load(row_outputs + i), load(row_outputs + kPanel + i), opening.slope, opening.limit);
       } else {
-        opened = activation_of(opening.kind, load(row_outputs + i));
+        F16 output = load(row_outputs + i);
+        if (opening.slope != 1.0f) output = mul(output, splat(opening.slope));
+        opened = activation_of(opening.kind, output);
         if (opening.gated) opened = mul(opened, load(row_outputs + kPanel + i));
       }
       // Beyond the width there may be the NaN of 0 * infinity, which nothing may see.

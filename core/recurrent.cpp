@@ -85,10 +85,16 @@ void Model::check_recurrent() const {
   if (!gated && shape.heads % shape.groups != 0) refuse("recurrent heads must be a multiple of their groups");
   if (shape.norm_size > 0 && shape.inner() % shape.norm_size != 0) refuse("recurrent norms do not cover the values");
   if (shape.step_least > shape.step_most) refuse("recurrent steps have no bounds");
+  if (!shape.in_factors.empty() && static_cast<int64_t>(shape.in_factors.size()) != shape.outputs()) {
+    refuse("recurrent factors do not cover the outputs");
+  }
   const size_t lanes = static_cast<size_t>(round_up(shape.channels(), kStateLanes));
   const size_t heads = static_cast<size_t>(shape.heads);
   for (const Layer& layer : w_.layers) {
     if (!layer.recurs) continue;
+    if (layer.attends && (layer.attn_out_norm.present() || layer.attn_residual_norm.present())) {
+      refuse("a layer with attention and a recurrence normalises neither output");
+    }
     const RecurrentWeights& weights = layer.recurrent;
     auto shaped = [&](const Product& product, int64_t outputs, int64_t inputs) {
       const Layout& layout = product.weights.layout;
@@ -196,6 +202,15 @@ void Model::recur(const StepArgs& args, const Layer& layer) {
   prepare(args.rows, layer.attn_norm, layer.recurrent_in);
   times_.end(Stage::kPrepare);
   multiply(layer.recurrent_in, normed_.data(), hidden_pad_, args.rows, mixed_.data(), mixed_pad_);
+  if (!w_.recurrent.in_factors.empty()) {
+    pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int) {
+      const std::vector<float>& factors = w_.recurrent.in_factors;
+      for (int64_t r = begin; r < end; ++r) {
+        float* row = mixed_.data() + r * mixed_pad_;
+        for (size_t i = 0; i < factors.size(); ++i) row[i] *= factors[i];
+      }
+    });
+  }
   times_.end(Stage::kQkv);
   recur_rows(args, layer);
   times_.end(Stage::kAttention);

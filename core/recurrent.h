@@ -37,6 +37,7 @@ struct RecurrentShape {
   float eps = 0.0f;
   float step_least = 0.0f;  // bounds of a step, kScan
   float step_most = 0.0f;
+  std::vector<float> in_factors;  // [outputs]: multiply what `in` gives; or empty
 
   int64_t inner() const { return heads * head_size; }
   int64_t keys() const { return groups * state_size; }

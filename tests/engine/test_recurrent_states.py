@@ -15,7 +15,7 @@ from headrace.errors import RequestError
 from headrace.variant import Variant
 from tests.models.tiny_models import build, prompt
 
-NAMES = ("lfm2", "mamba2", "qwen3-next")
+NAMES = ("lfm2", "mamba2", "qwen3-next", "falcon-h1")
 
 Folder = Callable[[str], Path]
 
@@ -59,7 +59,7 @@ def run(engine: Engine, *requests: GenerationRequest) -> tuple[dict[tuple[str, i
     return tokens, cached
 
 
-@pytest.mark.parametrize(("name", "kv"), [*zip(NAMES, ("fp8", "bf16", "int4"), strict=True)])
+@pytest.mark.parametrize(("name", "kv"), [*zip(NAMES, ("fp8", "bf16", "int4", "int8"), strict=True)])
 def test_reused_states_change_no_token(name: str, kv: str, folder: Folder) -> None:
     fresh = engine_of(folder(name), kv=kv, prefix_cache=False)
     engine = engine_of(folder(name), kv=kv)

@@ -329,6 +329,26 @@ def mistral3() -> Any:
     )
 
 
+def ministral3() -> Any:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "max_position_embeddings": CONTEXT,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+    return transformers.Ministral3Config(**SIZES, head_dim=24, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def ministral3_vision() -> Any:
+    config = mistral3()
+    config.text_config = ministral3()
+    return config
+
+
 def seed_oss() -> Any:
     return transformers.SeedOssConfig(**SIZES, head_dim=24, attention_out_bias=True, tie_word_embeddings=False)
 

@@ -53,6 +53,8 @@ TINY: dict[str, Tiny] = {
     "llama-linear-tied": Tiny("LlamaForCausalLM", configs.llama_linear, save={"max_shard_size": "100KB"}),
     "mistral": Tiny("MistralForCausalLM", configs.mistral),
     "ministral": Tiny("MinistralForCausalLM", configs.ministral),
+    "ministral3": Tiny("Ministral3ForCausalLM", configs.ministral3),
+    "ministral3-vision": Tiny("Mistral3ForConditionalGeneration", configs.ministral3_vision, brief=True),
     "mistral3": Tiny("Mistral3ForConditionalGeneration", configs.mistral3),
     "seed-oss": Tiny("SeedOssForCausalLM", configs.seed_oss),
     "smollm3": Tiny("SmolLM3ForCausalLM", configs.smollm3),
@@ -258,11 +260,14 @@ def spec_of(values: dict[str, Any], folder: Path = Path("model")) -> ModelSpec:
 
 def _seed_of(name: str) -> int:
     """Return the seed of a model's weights. A new model gets one of its own here, so that no other changes."""
-    if name in RECURRENT:
-        return 2000 + sorted(RECURRENT).index(name)
-    later = ("nemotron", "arcee")
+    later = (
+        *("nemotron", "arcee", "falcon-h1", "falcon-h1-plain", "nemotron-h", "nemotron-h-plain"),
+        *("ministral3", "ministral3-vision"),
+    )
     if name in later:
         return 3000 + later.index(name)
+    if name in RECURRENT:
+        return 2000 + sorted(RECURRENT.keys() - set(later)).index(name)
     return 1000 + sorted(TINY.keys() - RECURRENT.keys() - set(later)).index(name)
 
 

@@ -165,6 +165,71 @@ def _granite_hybrid_dense(sizes: dict[str, Any]) -> Any:
     )
 
 
+def _falcon_h1(sizes: dict[str, Any]) -> Any:
+    return transformers.FalconH1Config(
+        **sizes,
+        **{**_MAMBA, "mamba_expand": 2},
+        mamba_d_ssm=96,
+        mamba_d_head=12,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        embedding_multiplier=3.0,
+        lm_head_multiplier=0.3,
+        key_multiplier=0.4,
+        attention_in_multiplier=1.5,
+        attention_out_multiplier=0.7,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.6,
+        ssm_multipliers=[0.35, 0.25, 0.45, 0.5, 0.75],
+        mlp_multipliers=[0.88, 0.58],
+        tie_word_embeddings=False,
+    )
+
+
+def _falcon_h1_plain(sizes: dict[str, Any]) -> Any:
+    return transformers.FalconH1Config(**sizes, **_MAMBA, mamba_d_ssm=None, tie_word_embeddings=True)
+
+
+def _nemotron_h(sizes: dict[str, Any]) -> Any:
+    kinds = ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"]
+    return transformers.NemotronHConfig(
+        **{key: sizes[key] for key in sizes if key != "num_hidden_layers"},
+        layers_block_type=kinds,
+        head_dim=24,
+        ssm_state_size=20,
+        mamba_num_heads=8,
+        mamba_head_dim=12,
+        n_groups=2,
+        time_step_min=1e-6,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=48,
+        routed_scaling_factor=1.5,
+    )
+
+
+def _nemotron_h_plain(sizes: dict[str, Any]) -> Any:
+    """Without experts, with a pattern as older releases have it."""
+    return transformers.NemotronHConfig(
+        **{key: sizes[key] for key in sizes if key != "num_hidden_layers"},
+        hybrid_override_pattern="M-M*-",
+        head_dim=16,
+        ssm_state_size=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=1,
+        time_step_min=1e-6,
+        use_bias=True,
+        use_conv_bias=False,
+        mlp_bias=True,
+    )
+
+
 RECURRENT: dict[str, tuple[str, Any]] = {  # architecture, and a function from the sizes of all tiny models to a config
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2-plain": ("Lfm2ForCausalLM", _lfm2_plain),
@@ -176,4 +241,8 @@ RECURRENT: dict[str, tuple[str, Any]] = {  # architecture, and a function from t
     "granite-4": ("GraniteMoeHybridForCausalLM", _granite_hybrid),
     "granite-4-dense-plain": ("GraniteMoeHybridForCausalLM", _granite_hybrid_dense),
     "qwen3.5-moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
+    "falcon-h1-plain": ("FalconH1ForCausalLM", _falcon_h1_plain),
+    "nemotron-h": ("NemotronHForCausalLM", _nemotron_h),
+    "nemotron-h-plain": ("NemotronHForCausalLM", _nemotron_h_plain),
 }

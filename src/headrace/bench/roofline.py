@@ -42,7 +42,7 @@ def operations(spec: ModelSpec, tokens: int) -> float:
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
     seen = 0.0
     for layer in spec.layers:
-        if layer.mixer != "attention":
+        if not layer.attends:
             continue
         window = min(layer.window or tokens, tokens)
         if not spec.causal:

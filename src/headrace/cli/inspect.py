@@ -147,7 +147,7 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
         f"{spec.head_size}, vocabulary {spec.vocab_size:,}, context {spec.context:,}"
     )
     if spec.recurrent is not None:
-        count = sum(layer.mixer == "recurrent" for layer in spec.layers)
+        count = sum(layer.recurs for layer in spec.layers)
         console.print(f"{count} layers are recurrent: {4 * spec.state_floats / 1e6:,.2f} MB of state for each sequence")
     windows = sorted({layer.window for layer in spec.layers if layer.window})
     if windows:

@@ -198,6 +198,14 @@ class ConfigJson:
                 raise self.error(key, f"Expected {' or '.join(allowed)}, found {shorten(item)}.")
         return tuple(cast("list[str]", value))
 
+    def names_of(self, key: str, allowed: tuple[str, ...], *, most: int) -> tuple[str, ...]:
+        """Return a list of 1 to `most` of the allowed strings."""
+        value = self._get(key, None)
+        items = cast("list[object]", value) if isinstance(value, list) else []
+        if not 1 <= len(items) <= most or any(item not in allowed for item in items):
+            raise self.mismatch(key, f"a list of at most {most} of {', '.join(allowed)}")
+        return tuple(cast("list[str]", items))
+
     def strings(self, key: str) -> tuple[str, ...]:
         """Return a list of at most 64 strings, empty if the key is missing or null."""
         value = self._value(key)

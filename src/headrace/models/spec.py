@@ -27,7 +27,7 @@ Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
 PooledActivation = PlainActivation | Literal["identity", "tanh", "sigmoid"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ModelKind = Literal["decoder", "encoder", "reranker"]
-Mixer = Literal["attention", "recurrent", "none"]
+Mixer = Literal["attention", "recurrent", "both", "none"]
 RecurrentKind = Literal["short_conv", "scan", "delta"]
 
 
@@ -71,6 +71,7 @@ class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
     eps: float = 0.0
     step_least: float = 0.0  # bounds of a step (dt); scan
     step_most: float = math.inf
+    in_factors: tuple[float, ...] = ()  # multiply what `in` gives, by part; (): nothing
 
     @property
     def inner(self) -> int:
@@ -105,7 +106,7 @@ def _lanes(count: int) -> int:
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    mixer: Mixer = "attention"  # its first sublayer
+    mixer: Mixer = "attention"  # its first sublayer; "both" read the same rows and are added together
     mlp: bool = True  # False: it has no second sublayer
     # Tokens that a query sees up to itself, and without a causal mask as many from itself on; 0: all.
     window: int = 0
@@ -115,6 +116,14 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = True  # with a `qk_norm` of the model
     grows: bool = False  # queries grow with their position: see `query_growth`
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
+
+    @property
+    def attends(self) -> bool:
+        return self.mixer in ("attention", "both")
+
+    @property
+    def recurs(self) -> bool:
+        return self.mixer in ("recurrent", "both")
 
 
 class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +224,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: QkNorm = "none"
 
     activation: Activation = "silu"
-    gate_slope: float = 1.0  # of "clamped_silu": gate * sigmoid(slope * gate)
+    gate_slope: float = 1.0  # act(slope * gate); of "clamped_silu": gate * sigmoid(slope * gate)
     gate_limit: float = 0.0  # of "clamped_silu": gates are at most this, values within it on both sides
     gated: bool = True
     qkv_bias: bool = False
@@ -225,13 +234,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ropes: tuple[RopeSpec, ...] = ()
     attention_scale: float
     attention_softcap: float = 0.0  # 0: none
-    # Where `grows` is set, queries are multiplied by 1 + query_growth * log(1 + (position + 1) // growth_tokens).
+    # Where `grows` is set, queries are multiplied by 1 + query_growth * log(1 + (position + first) // growth_tokens).
     query_growth: float = 0.0
     growth_tokens: int = 1
+    growth_first: int = 1  # position of the first token
     sinks: bool = False  # a learned score of each head takes weight in the softmax and adds no value (gpt-oss)
     logit_softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0  # multiplies the weights of the final norm, and so the logits
     embedding_scale: float = 1.0
+    # Multiply what a sublayer adds to the residual.
+    attention_factor: float = 1.0
+    recurrent_factor: float = 1.0
+    mlp_factor: float = 1.0
     tied: bool = False  # the output head is the embedding
     experts: ExpertSpec | None = None
 
@@ -265,13 +279,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_layers(self) -> int:
         """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes."""
-        return max(1, sum(layer.mixer == "attention" for layer in self.layers))
+        return max(1, sum(layer.attends for layer in self.layers))
 
     @property
     def state_floats(self) -> int:
         """Numbers in the recurrent state of a sequence; 0 if no layer has one."""
         each = 0 if self.recurrent is None else self.recurrent.state_floats
-        return each * sum(layer.mixer == "recurrent" for layer in self.layers)
+        return each * sum(layer.recurs for layer in self.layers)
 
     @property
     def q_size(self) -> int:
@@ -362,9 +376,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
         if layer.mixer != "none":
             sublayer_norms(attn, before=layer.attn_norm)
-        if layer.mixer == "recurrent" and spec.recurrent is not None:
+        if layer.recurs and spec.recurrent is not None:
             shapes.update(_recurrent_shapes(spec.recurrent, f"layers.{index}.recurrent", hidden))
-        if layer.mixer == "attention":
+        if layer.attends:
             attention(attn)
         if not layer.mlp:
             continue

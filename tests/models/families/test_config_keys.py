@@ -99,6 +99,16 @@ def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tin
         ("qwen3-next", {"use_sliding_window": True}, "use_sliding_window"),
         ("bamba", {"mamba_d_head": 7}, "mamba_d_head.*expected 24"),
         ("granite-4", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("falcon-h1", {"mamba_proj_bias": True}, "mamba_proj_bias.*no biases"),
+        ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers.*list of 5"),
+        ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads.*divisor"),
+        ("nemotron-h", {"moe_latent_size": 16}, "moe_latent_size"),
+        ("nemotron-h", {"num_hidden_layers": 4}, "num_hidden_layers.*listed"),
+        ("nemotron-h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type.*linear_attention"),
+        ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-X"}, "letters"),
+        ("nemotron-h", {"layers_block_type": None}, "layers_block_type.*missing"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        ("ministral3-vision", {"text_config": {"model_type": "llama"}}, "must be a Mistral"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(name: str, change: dict[str, Any], message: str, tiny: Tiny) -> None:

@@ -419,6 +419,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "unit_norms": spec.qk_norm == "unit",
         "growth": spec.query_growth,
         "growth_tokens": spec.growth_tokens,
+        "growth_first": spec.growth_first,
         "activation": spec.activation,
         "gate_slope": spec.gate_slope,
         "gate_limit": spec.gate_limit,
@@ -426,6 +427,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "attention_softcap": spec.attention_softcap,
         "logit_softcap": spec.logit_softcap,
         "embedding_scale": spec.embedding_scale,
+        "attention_factor": spec.attention_factor,
+        "recurrent_factor": spec.recurrent_factor,
+        "mlp_factor": spec.mlp_factor,
         "reach": spec.context if spec.alibi else spec.max_distance,
         "alibi": list(spec.alibi),
         "top_k": experts.top_k if experts else 0,
@@ -451,7 +455,8 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         ],
         "layers": [
             {
-                "mixer": layer.mixer,
+                "attends": layer.attends,
+                "recurs": layer.recurs,
                 "mlp": layer.mlp,
                 "window": layer.window,
                 "chunk": layer.chunk,
@@ -479,4 +484,7 @@ def _describe_recurrent(spec: RecurrentSpec) -> dict[str, Any]:
         "eps": spec.eps,
         "step_least": spec.step_least,
         "step_most": spec.step_most,
+        "in_factors": [
+            factor for size, factor in zip(spec.in_parts, spec.in_factors, strict=False) for factor in (factor,) * size
+        ],
     }

@@ -37,7 +37,15 @@ from headrace.models.families.decoder import check_size
 from headrace.models.families.encoders import bert, eurobert, modernbert, mpnet, nomic, roberta
 from headrace.models.families.family import Family, TensorPart, TensorSources, architecture_of
 from headrace.models.families.gpt import bloom, falcon, gpt2, gpt_neox
-from headrace.models.families.recurrent import bamba, granite_hybrid, lfm2, mamba2, qwen_next
+from headrace.models.families.recurrent import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    mamba2,
+    nemotron_h,
+    qwen_next,
+)
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
 from headrace.models.families.vision import idefics3
 from headrace.models.sentence_files import read_max_tokens, read_pooling
@@ -79,6 +87,8 @@ FAMILIES: tuple[Family, ...] = (
     lfm2,
     mamba2,
     bamba,
+    falcon_h1,
+    nemotron_h,
     granite_hybrid,
     gpt2,
     gpt_neox,
@@ -104,6 +114,7 @@ HEADLESS: dict[str, str] = {
     "Qwen3MoeModel": "Qwen3MoeForCausalLM",
     "MixtralModel": "MixtralForCausalLM",
     "MinistralModel": "MinistralForCausalLM",
+    "Ministral3Model": "Ministral3ForCausalLM",
     "SeedOssModel": "SeedOssForCausalLM",
     "GemmaModel": "GemmaForCausalLM",
     "Olmo3Model": "Olmo3ForCausalLM",
@@ -130,6 +141,10 @@ HEADLESS: dict[str, str] = {
     "Qwen3_5TextModel": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeTextModel": "Qwen3_5MoeForCausalLM",
     "BambaModel": "BambaForCausalLM",
+    "FalconH1Model": "FalconH1ForCausalLM",
+    "NemotronHModel": "NemotronHForCausalLM",
+    "NemotronModel": "NemotronForCausalLM",
+    "ArceeModel": "ArceeForCausalLM",
     "GraniteMoeHybridModel": "GraniteMoeHybridForCausalLM",
     "Lfm2Model": "Lfm2ForCausalLM",
     "GptOssModel": "GptOssForCausalLM",

@@ -205,7 +205,7 @@ def parameter_bound(spec: ModelSpec) -> int:
     experts = spec.experts
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
     if (recurrent := spec.recurrent) is not None:
-        attention = max(attention, spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner))
+        attention += spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner)
     dense = 3 * spec.hidden_size * spec.intermediate_size
     experts_size = experts.intermediate_size * experts.count + experts.shared_size if experts else 0
     mixture = 3 * spec.hidden_size * experts_size

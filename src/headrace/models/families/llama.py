@@ -1,11 +1,12 @@
 """Reads Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions), Mistral (a sliding window),
-Ministral (some layers slide), the text part of Mistral 3 with vision, and Seed-OSS (biases on q, k and v)."""
+Ministral (some layers slide), Ministral 3 (queries that grow), the text part of Mistral 3 with vision, and Seed-OSS
+(biases on q, k and v)."""
 
 from __future__ import annotations
 
 import msgspec
 
-from headrace.models.config_json import ConfigJson
+from headrace.models.config_json import MAX_CONTEXT, ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
     decoder_spec,
@@ -26,6 +27,7 @@ architectures: tuple[str, ...] = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MinistralForCausalLM",
+    "Ministral3ForCausalLM",
     "Mistral3ForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
@@ -43,18 +45,28 @@ ignored: tuple[str, ...] = (
     "vision_feature_layer",
 )
 
-_WINDOWED = ("MistralForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration")
+_WINDOWED = (
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "Mistral3ForConditionalGeneration",
+)
+_MINISTRAL3_DEFAULTS: dict[str, object] = {"sliding_window": None, "head_dim": 128, "rms_norm_eps": 1e-5}
 # The text part of a model with images has a longer prefix, which converters have changed over time.
 _PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
+    grows = architecture == "Ministral3ForCausalLM"
     if architecture == "Mistral3ForConditionalGeneration":
         tied = config.flag("tie_word_embeddings", default=True)
         config = config.sub("text_config").with_defaults({"tie_word_embeddings": tied})
-        config.refuse("model_type", "the text part must be a Mistral", unless=("mistral",))
+        config.refuse("model_type", "the text part must be a Mistral", unless=("mistral", "ministral3"))
+        grows = config.text("model_type", default="mistral") == "ministral3"
         config.refuse("quantization_config", "it belongs beside text_config, not into it")
+    if grows:
+        config = config.with_defaults(_MINISTRAL3_DEFAULTS)
     smollm3 = architecture == "SmolLM3ForCausalLM"
     config.refuse("rope_interleaved", "the rope must rotate halves", unless=(False,))
     size = head_size(config, default=128 if architecture == "SeedOssForCausalLM" else None)
@@ -68,6 +80,8 @@ def spec(config: ConfigJson) -> ModelSpec:
         norm_eps=1e-6,
         default_tied=smollm3,
     )
+    if grows:
+        return _growing(plain, config)
     if architecture in _WINDOWED:
         return plain
     seed = architecture == "SeedOssForCausalLM"
@@ -80,6 +94,21 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     prefix = find_prefix(names, _PREFIXES, "embed_tokens.weight")
     head = find_prefix(names, ("", "language_model."), "lm_head.weight")
     return named_sources(spec, LLAMA_NAMES, names, prefix=prefix, head=f"{head}lm_head")
+
+
+def _growing(plain: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return a spec whose queries grow with each multiple of the context that the rope was trained with."""
+    rope = config.optional_sub("rope_parameters") or config.optional_sub("rope_scaling")
+    if rope is None or not rope.has("llama_4_scaling_beta"):
+        raise config.error("rope_parameters", "Expected a rope with llama_4_scaling_beta.")
+    rope.optional_size("max_position_embeddings", maximum=MAX_CONTEXT)  # the config's own again
+    return msgspec.structs.replace(
+        plain,
+        layers=tuple(msgspec.structs.replace(layer, grows=True) for layer in plain.layers),
+        query_growth=rope.number("llama_4_scaling_beta"),
+        growth_tokens=rope.size("original_max_position_embeddings", maximum=MAX_CONTEXT),
+        growth_first=0,
+    )
 
 
 def _layers(config: ConfigJson, architecture: str) -> tuple[LayerSpec, ...]:

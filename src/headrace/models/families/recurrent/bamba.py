@@ -29,7 +29,7 @@ from headrace.models.spec import LayerSpec, ModelSpec
 architectures: tuple[str, ...] = ("BambaForCausalLM",)
 ignored: tuple[str, ...] = MAMBA_IGNORED
 
-_NAMES: TensorNames = {
+BAMBA_NAMES: TensorNames = {
     **LLAMA_NAMES,
     **{name: (f"mamba.{stem}",) for name, stem in MAMBA_NAMES.items()},
     "norm": ("final_layernorm",),
@@ -65,4 +65,4 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    return flat_convolutions(named_sources(spec, _NAMES, names, prefix=decoder_prefix(names)))
+    return flat_convolutions(named_sources(spec, BAMBA_NAMES, names, prefix=decoder_prefix(names)))

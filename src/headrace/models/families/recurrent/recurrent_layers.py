@@ -46,11 +46,13 @@ _MIXERS: Final[dict[str, Mixer]] = {
 }
 
 
-def mamba_spec(config: ConfigJson, hidden: int, eps: float) -> RecurrentSpec:
-    """Return the Mamba-2 layers of a hybrid, from the keys that most of them have."""
+def mamba_spec(config: ConfigJson, hidden: int, eps: float, *, inner: int | None = None) -> RecurrentSpec:
+    """Return the Mamba-2 layers of a hybrid, from the keys that most of them have. `inner` is the size of a row's
+    values, if `mamba_expand` does not say it."""
     config.refuse("hidden_act", "recurrent layers have no other activation", unless=("silu", "swish"))
     heads = config.size("mamba_n_heads", maximum=MAX_HEADS, default=128)
-    inner = config.size("mamba_expand", maximum=64, default=2) * hidden
+    expanded = config.size("mamba_expand", maximum=64, default=2) * hidden
+    inner = inner or expanded
     if inner % heads:
         raise config.mismatch("mamba_n_heads", f"a divisor of mamba_expand * hidden_size ({inner})")
     config.refuse("mamba_d_head", f"expected {inner // heads}", unless=(None, "auto", inner // heads))
