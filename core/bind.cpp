@@ -64,7 +64,7 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
   const bool asymmetric = !zeros.is_none();
   Layout layout = Layout::of(format_from_name(format), static_cast<int64_t>(codes.shape(0)),
                              static_cast<int64_t>(codes.shape(1)), group, asymmetric, false);
-  if (!is_integer(layout.format)) refuse("codes are packed as int8 or int4");
+  if (!is_integer(layout.format)) refuse("codes are packed as int8, int4, int3 or int2");
   auto per_group = [&](size_t rows, size_t columns) {
     return static_cast<int64_t>(rows) == layout.outputs && static_cast<int64_t>(columns) == layout.groups;
   };
@@ -85,7 +85,7 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
     if (!per_group(zero_array.shape(0), zero_array.shape(1))) refuse("zeros must be [outputs, groups]");
     zero_data = zero_array.data();
   }
-  const int most = layout.format == Format::kInt4 ? 15 : 255;
+  const int most = (1 << bits_of(layout.format)) - 1;
   for (int64_t i = 0; i < layout.outputs * layout.inputs; ++i) {
     if (codes.data()[i] > most) refuse("a code does not fit " + format);
   }
@@ -108,7 +108,7 @@ Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, i
   check_aligned(data.data(), "packed data");
   if (!(gain > 0.0f) || !std::isfinite(gain)) refuse("the gain must be positive and finite");
   if (rotated && !Rotation::fits(inputs)) refuse("weights of " + std::to_string(inputs) + " inputs cannot be rotated");
-  if (float_rows && !is_integer(layout.format)) refuse("float_rows is for int8 and int4");
+  if (float_rows && !is_integer(layout.format)) refuse("float_rows is for integers");
   if (float_rows && layout.padded_inputs > round_up(inputs, kRowPad)) {
     refuse("float_rows takes groups that divide " + std::to_string(kRowPad));
   }

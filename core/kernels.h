@@ -184,7 +184,7 @@ struct Kernels {
   bool rounds_rows;        // bf16 weights meet rows that are rounded to bf16
   int64_t tiled_rows;      // so many rows and more have their codes in tile order; 0: none have
   int64_t attention_rows;  // (token, head) rows that share the reading of a KV block, where a step has many
-  int64_t (*product_scratch)(const Layout&);  // bytes, a multiple of 64, in which product() may widen int4 codes
+  int64_t (*product_scratch)(const Layout&);  // bytes, a multiple of 64, in which product() may widen small codes
   // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
   // none.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);

@@ -11,7 +11,9 @@ Format format_from_name(const std::string& name) {
   if (name == "bf16") return Format::kBf16;
   if (name == "int8") return Format::kInt8;
   if (name == "int4") return Format::kInt4;
-  throw std::invalid_argument("unknown weight format '" + name + "': expected f32, bf16, int8 or int4");
+  if (name == "int3") return Format::kInt3;
+  if (name == "int2") return Format::kInt2;
+  throw std::invalid_argument("unknown weight format '" + name + "': expected f32, bf16, int8, int4, int3 or int2");
 }
 
 Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
@@ -22,8 +24,8 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
     throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
   }
-  if (multiples && (format != Format::kInt4 || group != kMultipleGroup || asymmetric)) {
-    throw std::invalid_argument("multiples are for symmetric int4 in groups of 32");
+  if (multiples && (!is_small(format) || group != kMultipleGroup || asymmetric)) {
+    throw std::invalid_argument("multiples are for symmetric int4, int3 and int2 in groups of 32");
   }
   Layout layout;
   layout.format = format;
@@ -39,9 +41,8 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
     layout.block = layout.group * (multiples ? kMultipleGroups : 1);
     layout.blocks = (layout.padded_inputs + layout.block - 1) / layout.block;
     layout.header_bytes = kPanel * (2 + (asymmetric ? 2 : 0) + (multiples ? kMultipleGroups : 0));
-    const int64_t per_byte = format == Format::kInt4 ? 2 : 1;
-    layout.block_bytes = layout.header_bytes + kPanel * layout.block / per_byte;
-    layout.panel_bytes = layout.blocks * layout.header_bytes + kPanel * layout.padded_inputs / per_byte;
+    layout.block_bytes = layout.header_bytes + kPanel * layout.block * bits_of(format) / 8;
+    layout.panel_bytes = layout.blocks * layout.header_bytes + kPanel * layout.padded_inputs * bits_of(format) / 8;
   } else {
     layout.padded_inputs = format == Format::kBf16 ? round_up(inputs, 32) : inputs;
     layout.panel_bytes = layout.padded_inputs * kPanel * (format == Format::kBf16 ? 2 : 4);
@@ -67,6 +68,8 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     }
     case Format::kInt8:
     case Format::kInt4:
+    case Format::kInt3:
+    case Format::kInt2:
       break;
   }
   for (int64_t b = 0; b < layout.blocks; ++b) {
@@ -80,13 +83,9 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     int64_t first = b * layout.block;
     int64_t count = layout.inputs - first < layout.block ? layout.inputs - first : layout.block;
     for (int64_t k = 0; k < count; ++k) {
-      int32_t code;
-      if (layout.format == Format::kInt8) {
-        code = codes[(k / 4 * kPanel + lane) * 4 + k % 4];
-      } else {
-        uint8_t pair = codes[(k / 8 * kPanel + lane) * 4 + k % 4];
-        code = k % 8 < 4 ? pair & 15 : pair >> 4;
-      }
+      const CodePlace at = place_of_code(layout.format, k, lane);
+      int32_t code = (codes[at.byte] >> at.shift) & ((1 << at.bits) - 1);
+      if (at.high_byte >= 0) code |= ((codes[at.high_byte] >> at.high_shift) & 1) << at.bits;
       // Whole numbers of at most 127 * 8: a product of theirs and the scale is rounded once.
       const int32_t multiple = layout.multiples ? multiples[k / layout.group * kPanel + lane] : 1;
       out[first + k] = block_scale * static_cast<float>(multiple * (code - zero));

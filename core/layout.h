@@ -10,7 +10,12 @@
 //   int8   per group of inputs: [32] f16 scales, ([32] i16 zeros), then group/4 rows of [32 channels][4 inputs] u8
 //   int4   per group of inputs: [32] f16 scales, ([32] i16 zeros), then group/8 rows of [32 channels][4] bytes whose
 //          low nibbles are inputs 0..3 and high nibbles inputs 4..7       (one shift and mask give two int8 rows)
-//   int4 by multiples: per block of four groups of 32 inputs: [32] f16 scales, four times [32] i8 multiples, then the
+//   int2   the same with group/16 rows of bytes, whose pairs of bits from the lowest on are inputs 0..3, 4..7, ...
+//   int3   the same with group/32 times three rows of bytes. Of inputs 0..31 in eight fours, row i has in its bits 0..2
+//          four 2i and in its bits 3..5 four 2i + 1; fours 6 and 7 have their lower two bits on top of rows 0 and 1,
+//          and their highest on top of row 2: so most codes take a shift and a mask, as int4's do
+//   int4, int3 and int2 by multiples: per block of four groups of 32 inputs: [32] f16 scales, four times [32] i8
+//   multiples, then the
 //          groups' codes as above; a last block may have fewer groups, but has room for four times its multiples
 //
 // The rows of four inputs are what AMX, VNNI and maddubs multiply. A weight is gain * scale * (code - zero), or gain *
@@ -34,9 +39,28 @@ constexpr int64_t kMultipleGroup = 32;  // inputs that share a multiple, and gro
 constexpr int64_t kMultipleGroups = 4;
 constexpr int64_t kMaxInputs = 65536;  // a product of int8 codes over all inputs must fit 32 bits
 
-enum class Format : int { kF32, kBf16, kInt8, kInt4 };
+enum class Format : int { kF32, kBf16, kInt8, kInt4, kInt3, kInt2 };
 
-static inline bool is_integer(Format format) { return format == Format::kInt8 || format == Format::kInt4; }
+// Bits of a weight.
+static constexpr int64_t bits_of(Format format) {
+  switch (format) {
+    case Format::kF32:
+      return 32;
+    case Format::kBf16:
+      return 16;
+    case Format::kInt8:
+      return 8;
+    case Format::kInt4:
+      return 4;
+    case Format::kInt3:
+      return 3;
+    case Format::kInt2:
+      return 2;
+  }
+  return 0;
+}
+static constexpr bool is_small(Format format) { return bits_of(format) <= 4; }  // codes are widened to bytes
+static constexpr bool is_integer(Format format) { return bits_of(format) <= 8; }
 
 Format format_from_name(const std::string& name);  // throws std::invalid_argument
 
@@ -65,15 +89,37 @@ struct Layout {
   // Whether products read rows of floats whatever the instruction set, and not codes.
   bool widens() const { return float_rows && is_integer(format); }
 
-  // group 0 means per channel. Multiples are for symmetric int4 in groups of 32. Throws std::invalid_argument on sizes
-  // that no model has.
+  // group 0 means per channel. Multiples are for symmetric codes of at most 4 bits in groups of 32. Throws
+  // std::invalid_argument on sizes that no model has.
   static Layout of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples);
 
   // Inputs of a block, which for the last may be fewer.
   int64_t block_inputs(int64_t b) const { return b < blocks - 1 ? block : padded_inputs - b * block; }
 };
 
-static inline int32_t symmetric_zero(Format format) { return format == Format::kInt4 ? 8 : 128; }
+static constexpr int32_t symmetric_zero(Format format) { return 1 << (bits_of(format) - 1); }
+
+// The places of a code's bits in the codes of a group or a block, for input k of a panel's lane: its lower bits,
+// shifted by `shift`, and in int3 its highest bit, where that stands apart.
+struct CodePlace {
+  int64_t byte;
+  int shift;
+  int bits;
+  int64_t high_byte = -1;
+  int high_shift = 0;
+};
+
+static constexpr CodePlace place_of_code(Format format, int64_t k, int64_t lane) {
+  constexpr int64_t kRow = kPanel * 4;  // bytes
+  const int64_t at = lane * 4 + k % 4;
+  const int four = static_cast<int>(k % 32 / 4);
+  if (format == Format::kInt8) return {k / 4 * kRow + at, 0, 8};
+  if (format == Format::kInt4) return {k / 8 * kRow + at, four % 2 * 4, 4};
+  if (format == Format::kInt2) return {k / 16 * kRow + at, four % 4 * 2, 2};
+  const int64_t run = k / 32 * 3 * kRow + at;
+  if (four < 6) return {run + four / 2 * kRow, four % 2 * 3, 3};
+  return {run + (four - 6) * kRow, 6, 2, run + 2 * kRow, four};
+}
 
 struct PackedView {
   Layout layout;

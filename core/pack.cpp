@@ -79,7 +79,7 @@ constexpr float kMostMultiple = 127.0f;
 // The clip that loses least: for each candidate the best scale of its codes leaves an error of
 // sum(value^2) - (along / inverse)^2 / squared, so the largest of what is taken off wins. It is compared in units of
 // peak^2, in which weights of any size are alike and nothing overflows.
-Scaling best_scaling(const float* values, int64_t count, bool four_bits) {
+Scaling best_scaling(const float* values, int64_t count, Format format) {
   float peak = 0.0f;
   float extreme = 0.0f;
   for (int64_t k = 0; k < count; ++k) {
@@ -103,12 +103,16 @@ Scaling best_scaling(const float* values, int64_t count, bool four_bits) {
       best = {fit.along / fit.squared / inverse, inverse};
     }
   };
-  if (four_bits) {
-    // The side with the extreme value gets the code that only one side has (-8); or both sides get 7.
-    for (int step = 0; step <= 10; ++step) {
+  if (is_small(format)) {
+    // The side with the extreme value gets the code that only one side has (-8 of 4 bits); or both sides get the code
+    // before it. The fewer codes there are, the more it pays to clip.
+    const float lowest = -static_cast<float>(symmetric_zero(format));
+    const float highest = -lowest - 1.0f;
+    const int steps = format == Format::kInt4 ? 10 : 18;
+    for (int step = 0; step <= steps; ++step) {
       float clip = 1.0f - 0.04f * static_cast<float>(step);
-      consider(-8.0f / (extreme * clip), -8.0f, 7.0f);
-      consider(7.0f / (peak * clip), -8.0f, 7.0f);
+      consider(lowest / (extreme * clip), lowest, highest);
+      consider(highest / (peak * clip), lowest, highest);
     }
   } else {
     for (int step = 0; step <= 5; ++step) {
@@ -129,12 +133,13 @@ Placement place(const Layout& layout, uint8_t* out, int64_t channel) {
 }
 
 void put_code(const Layout& layout, uint8_t* codes, int64_t lane, int64_t k, uint8_t code) {
-  if (layout.format == Format::kInt8) {
-    codes[(k / 4 * kPanel + lane) * 4 + k % 4] = code;
-  } else {
-    uint8_t& pair = codes[(k / 8 * kPanel + lane) * 4 + k % 4];
-    pair = static_cast<uint8_t>(k % 8 < 4 ? (pair & 0xf0) | code : (pair & 0x0f) | (code << 4));
-  }
+  const CodePlace at = place_of_code(layout.format, k, lane);
+  auto put = [&](int64_t byte, int shift, int bits, int value) {
+    const int mask = (1 << bits) - 1;
+    codes[byte] = static_cast<uint8_t>((codes[byte] & ~(mask << shift)) | ((value & mask) << shift));
+  };
+  put(at.byte, at.shift, at.bits, code);
+  if (at.high_byte >= 0) put(at.high_byte, at.high_shift, 1, code >> at.bits);
 }
 
 // Scales are f16; a power of two brings the largest near the top of its range, so that small ones beside it stay exact.
@@ -161,8 +166,8 @@ void pack_float_row(const Layout& layout, const float* row, int64_t channel, uin
 
 void pack_integer_group(const Layout& layout, const float* values, float inverse, int64_t lane, uint8_t* codes) {
   const int32_t zero = symmetric_zero(layout.format);
-  const float lowest = layout.format == Format::kInt4 ? -8.0f : -127.0f;
-  const float highest = layout.format == Format::kInt4 ? 7.0f : 127.0f;
+  const float highest = static_cast<float>(zero - 1);
+  const float lowest = is_small(layout.format) ? -static_cast<float>(zero) : -highest;
   for (int64_t k = 0; k < layout.group; ++k) {
     float code = (values[k] * inverse + kRounder) - kRounder;
     code = code < lowest ? lowest : code > highest ? highest : code;
@@ -187,7 +192,7 @@ void pack_block_by_multiples(const Layout& layout, const float* values, const Sc
     float inverse = multiple == 0.0f ? 0.0f : 1.0f / (multiple * scale);
     if (!std::isfinite(inverse)) multiple = inverse = 0.0f;  // weights of less than 1e-38 are nothing
     reinterpret_cast<int8_t*>(record + kPanel * 2)[g * kPanel + lane] = static_cast<int8_t>(multiple);
-    uint8_t* codes = record + layout.header_bytes + g * kPanel * layout.group / 2;
+    uint8_t* codes = record + layout.header_bytes + g * kPanel * layout.group * bits_of(layout.format) / 8;
     pack_integer_group(layout, values + g * layout.group, inverse, lane, codes);
   }
 }
@@ -249,7 +254,7 @@ float pack_dense(const DenseView& source, const Layout& layout, const Rotation* 
     for (int64_t channel = begin; channel < end; ++channel) {
       read(channel, row);
       for (int64_t g = 0; g < layout.groups; ++g) {
-        Scaling scaling = best_scaling(row + g * layout.group, layout.group, layout.format == Format::kInt4);
+        Scaling scaling = best_scaling(row + g * layout.group, layout.group, layout.format);
         scalings[static_cast<size_t>(channel * layout.groups + g)] = scaling;
         float& seen = largest[static_cast<size_t>(thread)];
         if (std::fabs(scaling.scale) > seen) seen = std::fabs(scaling.scale);
@@ -259,7 +264,7 @@ float pack_dense(const DenseView& source, const Layout& layout, const Rotation* 
   float overall = 0.0f;
   for (float seen : largest) overall = seen > overall ? seen : overall;
   const float gain = gain_for(layout.multiples ? overall / kMostMultiple : overall);
-  // A nibble of a byte belongs to one channel, so panels are packed without sharing a byte between threads.
+  // The bits of a byte belong to one channel, so panels are packed without sharing a byte between threads.
   pool.run(layout.outputs, kPanel, [&](int64_t begin, int64_t end, int thread) {
     float* row = rows.data() + thread * width;
     for (int64_t channel = begin; channel < end; ++channel) {

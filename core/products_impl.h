@@ -1,6 +1,6 @@
 // Products of rows with a packed weight matrix, one panel or two neighbours at a time. Owns the arithmetic of every
 // weight format: the order in which a row's inputs are multiplied and added, which is the same for any number of rows;
-// how int4 codes are widened; and what is asked for before it is needed.
+// how codes of at most four bits are widened; and what is asked for before it is needed.
 //
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
@@ -144,15 +144,50 @@ void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* 
 }
 #endif
 
-// `inputs` (a multiple of 8) of int4 codes as the rows of four bytes that a product multiplies.
-inline void widen_nibbles(const uint8_t* codes, int64_t inputs, uint8_t* out) {
-  for (int64_t k = 0; k < inputs; k += 8, codes += 128, out += 256) {
-    const Codes low = load_codes(codes);
-    const Codes high = load_codes(codes + 64);
-    store_codes(out, low_nibbles(low));
-    store_codes(out + 64, low_nibbles(high));
-    store_codes(out + 128, high_nibbles(low));
-    store_codes(out + 192, high_nibbles(high));
+// How a pass finds the codes of integer weights: in bytes, or in fewer bits as the layout has them; or in bytes to
+// which such codes were widened, for many passes.
+enum class Held { kBytes, kNibbles, kThrees, kPairs, kWidened };
+
+template <Held kHeld>
+constexpr int64_t kBitsOf = kHeld == Held::kNibbles  ? 4
+                            : kHeld == Held::kThrees ? 3
+                            : kHeld == Held::kPairs  ? 2
+                                                     : 8;
+
+template <Held kHeld>
+constexpr int64_t kCodesStep = 4 * kBitsOf<kHeld>;  // bytes of a panel's codes of one input
+
+constexpr int64_t kRunInputs = 32;  // whose codes lie together in every format
+
+// Codes of four inputs, from `k` of a run on, of one vector's channels. `codes` are the vector's of the run. They are
+// read once for each four: all of a run at once would not stay in registers.
+template <Held kHeld>
+inline HEADRACE_INLINE Codes load_four(const uint8_t* codes, int64_t k) {
+  constexpr int64_t kRow = 4 * kPanel;
+  const int four = static_cast<int>(k / 4);
+  if constexpr (kHeld == Held::kNibbles) {
+    const Codes pairs = load_codes(codes + four / 2 * kRow);
+    return four % 2 != 0 ? high_nibbles(pairs) : low_nibbles(pairs);
+  } else if constexpr (kHeld == Held::kPairs) {
+    return bits_at(load_codes(codes + four / 4 * kRow), four % 4 * 2, 3);
+  } else if constexpr (kHeld == Held::kThrees) {
+    if (four < 6) return bits_at(load_codes(codes + four / 2 * kRow), four % 2 * 3, 7);
+    const Codes lower = bits_at(load_codes(codes + (four - 6) * kRow), 6, 3);
+    return with_bits_at(lower, load_codes(codes + 2 * kRow), four - 2, 4);
+  } else {
+    return load_codes(codes + four * kRow);
+  }
+}
+
+// `inputs` (whole runs) of small codes as the rows of four bytes that a product multiplies.
+template <Held kHeld>
+inline void widen_codes(const uint8_t* codes, int64_t inputs, uint8_t* out) {
+  for (int64_t begin = 0; begin < inputs; begin += kRunInputs, codes += kRunInputs * kCodesStep<kHeld>) {
+#pragma GCC unroll 8
+    for (int64_t k = 0; k < kRunInputs; k += 4, out += 128) {
+      store_codes(out, load_four<kHeld>(codes, k));
+      store_codes(out + 64, load_four<kHeld>(codes + 64, k));
+    }
   }
 }
 
@@ -161,17 +196,18 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
   for (const int64_t end = panel + panels; panel < end; ++panel) {
     const uint8_t* record = weights.data + panel * layout.panel_bytes;
     for (int64_t b = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
-      widen_nibbles(record + layout.header_bytes, layout.block_inputs(b), out);
-      out += layout.block_inputs(b) * kPanel;
+      const uint8_t* codes = record + layout.header_bytes;
+      const int64_t inputs = layout.block_inputs(b);
+      if (layout.format == Format::kInt4) widen_codes<Held::kNibbles>(codes, inputs, out);
+      if (layout.format == Format::kInt3) widen_codes<Held::kThrees>(codes, inputs, out);
+      if (layout.format == Format::kInt2) widen_codes<Held::kPairs>(codes, inputs, out);
+      out += inputs * kPanel;
     }
   }
 }
 
-// How a pass finds the codes of integer weights: int8, int4, or int4 that was widened for many passes.
-enum class Held { kBytes, kNibbles, kWidened };
-
-// int8 needs all of a byte's range, int4 a half of it, so that some instruction sets add up more inputs of it before
-// they widen the sums.
+// int8 needs all of a byte's range, small codes a half of it, so that some instruction sets add up more inputs of it
+// before they widen the sums.
 template <Held kHeld>
 constexpr int kFoursOf = kHeld == Held::kBytes ? 1 : kSmallFours;  // of inputs that one step takes
 
@@ -184,14 +220,14 @@ inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
   }
 }
 
-// Of two panels; 0 for other weights than int4, and for panels that no near cache would hold.
+// Of two panels; 0 for weights whose codes are not widened, and for panels that no near cache would hold.
 int64_t product_scratch(const Layout& layout) {
   constexpr int64_t kMost = int64_t{1} << 19;
-  const int64_t bytes = layout.format == Format::kInt4 && !layout.float_rows ? 2 * kPanel * layout.padded_inputs : 0;
+  const int64_t bytes = is_small(layout.format) && !layout.float_rows ? 2 * kPanel * layout.padded_inputs : 0;
   return bytes <= kMost ? bytes : 0;
 }
 
-// From this many passes on, widening the nibbles first is faster, widening included.
+// From this many passes on, widening the codes first is faster, widening included.
 constexpr int64_t kWidenPasses = 8;
 
 // What one pass over integer weights reads: kVectors neighbours, of a half of a panel, of one, or of two, and the rows
@@ -283,8 +319,9 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
         });
       });
     };
-    for (int64_t asked = 0; asked < layout.group; asked += kAskInputs) {
-      ahead.ask();
+    constexpr int64_t kStep = kHeld == Held::kThrees ? kRunInputs : kAskInputs;
+    for (int64_t asked = 0; asked < layout.group; asked += kStep) {
+      for (int64_t k = 0; k < kStep; k += kAskInputs) ahead.ask();
       if constexpr (kHeld == Held::kNibbles && kFours == 1) {
         for (int64_t k = asked; k < asked + kAskInputs; k += 8) {
           // The codes are read twice: both halves of all vectors at once would not stay in registers.
@@ -298,19 +335,15 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
           });
         }
       } else {
-#pragma GCC unroll 4
-        for (int64_t k = asked; k < asked + kAskInputs; k += 4 * kFours) {
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < kStep; k += 4 * kFours) {
           Codes operands[kVectors][kFours];
           each<kVectors, kFours>([&](auto v, auto four) HEADRACE_INLINE {
-            if constexpr (kHeld == Held::kNibbles) {
-              const Codes pairs = load_codes(block.codes[v()] + k * 16 + four() / 2 * 128);
-              operands[v()][four()] = four() % 2 ? high_nibbles(pairs) : low_nibbles(pairs);
-            } else {
-              const Codes codes = load_codes(block.codes[v()] + (k + four() * 4) * 32);
-              operands[v()][four()] = kHeld == Held::kBytes && !kAsymmetric ? signed_codes(codes) : codes;
-            }
+            const uint8_t* run = block.codes[v()] + asked * kCodesStep<kHeld>;
+            const Codes codes = load_four<kHeld>(run, k + four() * 4);
+            operands[v()][four()] = kHeld == Held::kBytes && !kAsymmetric ? signed_codes(codes) : codes;
           });
-          add_products(operands, k);
+          add_products(operands, asked + k);
         }
       }
     }
@@ -343,13 +376,7 @@ inline void product_multiples(const ProductArgs& args, int64_t vector, int64_t r
         if (k % kAskInputs == 0) ahead.ask();
         Codes operands[kVectors];
         each<kVectors>([&](auto v) HEADRACE_INLINE {
-          if constexpr (kHeld == Held::kNibbles) {
-            // The codes are read twice: both halves of all vectors at once would not stay in registers.
-            const Codes pairs = load_codes(block.codes[v()] + (i * kMultipleGroup + k) / 8 * 128);
-            operands[v()] = k % 8 != 0 ? high_nibbles(pairs) : low_nibbles(pairs);
-          } else {
-            operands[v()] = load_codes(block.codes[v()] + (i * kMultipleGroup + k) * kPanel);
-          }
+          operands[v()] = load_four<kHeld>(block.codes[v()] + i * kMultipleGroup * kCodesStep<kHeld>, k);
         });
         each<kRows>([&](auto r) HEADRACE_INLINE {
           const int8_t* inputs = row_codes + r() * pass.stride + k;
@@ -388,18 +415,32 @@ inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, in
 template <int kRows, int kVectors>
 inline void integers(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
                      Ahead& ahead) {
-  if (args.weights->layout.format == Format::kInt8) {
-    return integers_of<Held::kBytes, kRows, kVectors>(args, vector, row, count, widened, ahead);
+  if (widened != nullptr) {
+    return integers_of<Held::kWidened, kRows, kVectors>(args, vector, row, count, widened, ahead);
   }
-  widened == nullptr ? integers_of<Held::kNibbles, kRows, kVectors>(args, vector, row, count, widened, ahead)
-                     : integers_of<Held::kWidened, kRows, kVectors>(args, vector, row, count, widened, ahead);
+  switch (args.weights->layout.format) {
+    case Format::kInt4:
+      return integers_of<Held::kNibbles, kRows, kVectors>(args, vector, row, count, widened, ahead);
+    case Format::kInt3:
+      return integers_of<Held::kThrees, kRows, kVectors>(args, vector, row, count, widened, ahead);
+    case Format::kInt2:
+      return integers_of<Held::kPairs, kRows, kVectors>(args, vector, row, count, widened, ahead);
+    default:
+      return integers_of<Held::kBytes, kRows, kVectors>(args, vector, row, count, widened, ahead);
+  }
 }
 
-// Four inputs of a vector of channels as numbers, of which a symmetric zero has been taken off.
+// Formats whose codes become numbers as they are; of the others a symmetric zero is taken off at once.
+constexpr bool is_unshifted(Format format) { return format == Format::kInt3 || format == Format::kInt2; }
+
+// Four inputs of a vector of channels as numbers.
 template <Format kFormat>
 inline HEADRACE_INLINE void load_widened(const uint8_t* codes, int64_t k, F16 (&quad)[4]) {
   if constexpr (kFormat == Format::kInt8) {
     load_u8_quads(codes + k * kPanel, quad);
+  } else if constexpr (is_unshifted(kFormat)) {
+    constexpr Held kHeld = kFormat == Format::kInt3 ? Held::kThrees : Held::kPairs;
+    float_quads(load_four<kHeld>(codes + k / kRunInputs * kRunInputs * kCodesStep<kHeld>, k % kRunInputs), quad);
   } else {
     codes += k / 8 * 4 * kPanel;
     k % 8 == 0 ? load_u4_quads<false>(codes, quad) : load_u4_quads<true>(codes, quad);
@@ -421,13 +462,14 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
     F16 block_sums[kRows][kVectors];
     clear(block_sums);
     const int64_t groups = layout.block_inputs(b) / layout.group;
-    for (int64_t i = 0; i < groups; ++i, codes += layout.group * kPanel / (kFormat == Format::kInt8 ? 1 : 2)) {
+    for (int64_t i = 0; i < groups; ++i, codes += layout.group * kPanel * bits_of(kFormat) / 8) {
       F16 shifts[kVectors];
       each<kVectors>([&](auto v) HEADRACE_INLINE {
-        shifts[v()] = splat(0.0f);
+        constexpr int32_t kShifted = is_unshifted(kFormat) ? 0 : symmetric_zero(kFormat);
+        shifts[v()] = splat(static_cast<float>(kShifted - symmetric_zero(kFormat)));
         if (layout.asymmetric) {
           const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2) + (half + v()) * 16;
-          shifts[v()] = to_float(sub_int(splat_int(symmetric_zero(kFormat)), load_i16(zeros)));
+          shifts[v()] = to_float(sub_int(splat_int(kShifted), load_i16(zeros)));
         }
       });
       F16 sums[kRows][kVectors];
@@ -437,7 +479,7 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
         F16 quads[kVectors][4];
         each<kVectors>([&](auto v) HEADRACE_INLINE {
           load_widened<kFormat>(codes + v() * 64, k, quads[v()]);
-          if (layout.asymmetric) {
+          if (is_unshifted(kFormat) || layout.asymmetric) {
             each<4>([&](auto j) HEADRACE_INLINE { quads[v()][j()] = add(quads[v()][j()], shifts[v()]); });
           }
         });
@@ -514,6 +556,14 @@ inline void write_products(const ProductArgs& args, const Pass& pass, int64_t ve
       if (!args.weights->layout.float_rows) break;
       return pass.few ? floats<Format::kInt4, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
                       : floats<Format::kInt4, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+    case Format::kInt3:
+      if (!args.weights->layout.float_rows) break;
+      return pass.few ? floats<Format::kInt3, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kInt3, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+    case Format::kInt2:
+      if (!args.weights->layout.float_rows) break;
+      return pass.few ? floats<Format::kInt2, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kInt2, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
   }
   if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
   if (vectors == kVectorsInteger) {

@@ -1,7 +1,7 @@
 // Products by AMX tiles: 32 rows by a panel of 32 channels at a time. Replaces product() on AMX machines.
 //
 // Some panels stay in the second cache while all rows go through them, and 32 rows in the nearest one while they meet
-// these panels. Many rows lie in tile order (see tiled_offset); int4 codes are widened once for all rows.
+// these panels. Many rows lie in tile order (see tiled_offset); small codes are widened once for all rows.
 //
 // Integer sums of a group are exact, and groups are added in the same order by the same operations as elsewhere, so
 // these products give the same bits as those by dot products, and few rows go by dot products still. bf16 sums are the
@@ -29,7 +29,7 @@ inline int64_t tile_block(const Layout& layout) {
 }
 
 int64_t tiled_product_scratch(const Layout& layout) {
-  return layout.format == Format::kInt4 && !layout.float_rows ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
+  return is_small(layout.format) && !layout.float_rows ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
 }
 
 // Rows of codes from `first` on, and how tiles find them.
@@ -55,7 +55,7 @@ class TiledCodes {
   bool tiled_;
 };
 
-// totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for. `widened`: the panel's int4
+// totals [rows][32] of one panel, for rows from `row` on that the tiles are shaped for. `widened`: the panel's small
 // codes, widened.
 template <typename Tiles>
 inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArgs& args, int64_t panel, int64_t row,
@@ -163,7 +163,7 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
   const int64_t end = last_panel * parts;
   for (int64_t block = first_panel * parts, panels; block < end; block += panels) {
     panels = least(tile_block(layout), end - block);
-    const bool widening = layout.format == Format::kInt4;
+    const bool widening = is_small(layout.format);
     if (widening) widen_panels(*args.weights, block, panels, scratch);
     for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
       const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};

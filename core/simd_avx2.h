@@ -196,6 +196,27 @@ inline Codes low_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
+// Bits of each byte from `shift` on, as `mask` has them; and the same beside those of `x`.
+inline Codes bits_at(Codes x, int shift, int mask) {
+  const __m256i kept = _mm256_set1_epi8(static_cast<char>(mask));
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, shift), kept), _mm256_and_si256(_mm256_srli_epi16(x.b, shift), kept)};
+}
+inline Codes with_bits_at(Codes x, Codes other, int shift, int mask) {
+  const Codes bits = bits_at(other, shift, mask);
+  return {_mm256_or_si256(x.a, bits.a), _mm256_or_si256(x.b, bits.b)};
+}
+template <int kByte>
+inline F16 floats_of_byte(Codes x) {
+  const __m256i byte = _mm256_set1_epi32(255);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * kByte), byte)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * kByte), byte))};
+}
+inline void float_quads(Codes x, F16 out[4]) {
+  out[0] = floats_of_byte<0>(x);
+  out[1] = floats_of_byte<1>(x);
+  out[2] = floats_of_byte<2>(x);
+  out[3] = floats_of_byte<3>(x);
+}
 inline Codes high_nibbles(Codes x) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};

@@ -182,6 +182,23 @@ using Codes = __m512i;
 inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store_codes(uint8_t* p, Codes x) { _mm512_storeu_si512(p, x); }
 inline Codes low_nibbles(Codes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+// Bits of each byte from `shift` on, as `mask` has them; and the same beside those of `x`.
+inline Codes bits_at(Codes x, int shift, int mask) {
+  return _mm512_and_si512(_mm512_srli_epi16(x, static_cast<unsigned>(shift)),
+                          _mm512_set1_epi8(static_cast<char>(mask)));
+}
+inline Codes with_bits_at(Codes x, Codes other, int shift, int mask) {
+  const __m512i shifted = _mm512_srli_epi16(other, static_cast<unsigned>(shift));
+  return _mm512_ternarylogic_epi32(x, shifted, _mm512_set1_epi8(static_cast<char>(mask)),
+                                   0xf8);  // x | (shifted & mask)
+}
+inline void float_quads(Codes x, F16 out[4]) {
+  const __m512i byte = _mm512_set1_epi32(255);
+  out[0] = _mm512_cvtepi32_ps(_mm512_and_si512(x, byte));
+  out[1] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8), byte));
+  out[2] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 16), byte));
+  out[3] = _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 24));
+}
 inline Codes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
 // As asm, because gcc copies every accumulator once per turn of a loop around the intrinsic.

@@ -178,6 +178,22 @@ inline Codes low_nibbles(const Codes& a) {
   for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] & 15;
   return result;
 }
+// Bits of each byte from `shift` on, as `mask` has them; and the same beside those of `x`.
+inline Codes bits_at(const Codes& x, int shift, int mask) {
+  Codes result;
+  for (int i = 0; i < 64; ++i) result.v[i] = static_cast<uint8_t>((x.v[i] >> shift) & mask);
+  return result;
+}
+inline Codes with_bits_at(const Codes& x, const Codes& other, int shift, int mask) {
+  Codes result = bits_at(other, shift, mask);
+  for (int i = 0; i < 64; ++i) result.v[i] |= x.v[i];
+  return result;
+}
+inline void float_quads(const Codes& x, F16 out[4]) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 16; ++i) out[j].v[i] = static_cast<float>(x.v[4 * i + j]);
+  }
+}
 inline Codes high_nibbles(const Codes& a) {
   Codes result;
   for (int i = 0; i < 64; ++i) result.v[i] = a.v[i] >> 4;

@@ -20,7 +20,9 @@ def test_the_json_holds_sizes_floors_and_what_fits(tiny_folder: Path, capsys: py
     facts = json.loads(capsys.readouterr().out)
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] > 0
-    assert [entry["precision"] for entry in facts["precisions"]] == ["f32", "bf16", "int8-g128", "int4-g32"]
+    assert [entry["precision"] for entry in facts["precisions"]] == [
+        *("f32", "bf16", "int8-g128", "int4-g32", "int3-g32", "int2-g32")
+    ]
     sizes = [entry["weight_bytes"] for entry in facts["precisions"]]
     assert sizes == sorted(sizes, reverse=True)
     assert all(entry["decode_ms"] > 0 and entry["prefill_ms"] > entry["decode_ms"] for entry in facts["precisions"])

@@ -43,7 +43,7 @@ def squared_error(weights: Floats, found: Floats) -> float:
 
 def absmax_rounding(weights: Floats, format: WeightFormat, group: int) -> Floats:
     """The plain way: each group's largest magnitude gets the largest code of both signs."""
-    most = 127 if format == "int8" else 7
+    most = Precision(format).zero - 1
     size = group_of(group, weights.shape[1])
     found = np.zeros(weights.shape)
     for start in range(0, weights.shape[1], size):
@@ -180,7 +180,7 @@ def test_packed_bytes_by_multiples_follow_from_the_shape(shape: tuple[int, int])
 @pytest.mark.parametrize("wrong", [("int8", 32, False), ("int4", 64, False), ("int4", 0, False), ("int4", 32, True)])
 def test_only_symmetric_int4_in_groups_of_32_has_multiples(wrong: tuple[WeightFormat, int, bool]) -> None:
     format, group, asymmetric = wrong
-    with pytest.raises(ValueError, match="multiples are for symmetric int4 in groups of 32"):
+    with pytest.raises(ValueError, match="multiples are for symmetric int4, int3 and int2 in groups of 32"):
         _core.packed_bytes(format, 40, 70, group, asymmetric, multiples=True)
 
 
@@ -251,15 +251,35 @@ def test_codes_lie_in_memory_as_documented(format: WeightFormat, group: int, asy
             assert (lanes[len(mine) :] == zero).all()
 
 
+def laid_codes(codes: Bytes, format: WeightFormat) -> Bytes:
+    """Codes of a panel [32 channels, whole runs of 32 inputs], of at most 4 bits, laid out as documented."""
+    fours = codes.reshape(32, -1, 8, 4).transpose(1, 2, 0, 3)  # [run][four][channel][input]
+    if format == "int4":
+        rows = [fours[:, 2 * i] | fours[:, 2 * i + 1] << 4 for i in range(4)]
+    elif format == "int2":
+        rows = [sum(fours[:, 4 * i + j] << 2 * j for j in range(4)) for i in range(2)]
+    else:
+        rows = [fours[:, 2 * i] | fours[:, 2 * i + 1] << 3 for i in range(3)]
+        for i in range(2):
+            rows[i] |= (fours[:, 6 + i] & 3) << 6
+            rows[2] |= (fours[:, 6 + i] >> 2) << 6 + i
+    return np.stack(rows, axis=1).astype(np.uint8).reshape(-1)
+
+
 def laid_by_multiples(
-    codes: Bytes, scales: Floats, multiples: NDArray[np.int8], *, float_rows: bool = False
+    codes: Bytes,
+    scales: Floats,
+    multiples: NDArray[np.int8],
+    *,
+    format: WeightFormat = "int4",
+    float_rows: bool = False,
 ) -> _core.Packed:
     """Codes [outputs, inputs], scales [outputs, blocks] that f16 holds and multiples [outputs, groups], laid out as
     documented."""
     outputs, inputs = codes.shape
     groups, blocks = multiples.shape[1], scales.shape[1]
     panels = -(-outputs // 32)
-    whole = np.full((panels * 32, groups * 32), 8, np.uint8)
+    whole = np.full((panels * 32, groups * 32), Precision(format).zero, np.uint8)
     whole[:outputs, :inputs] = codes
     steps = np.zeros((panels * 32, blocks * 4), np.int8)
     steps[:outputs, :groups] = multiples
@@ -271,12 +291,10 @@ def laid_by_multiples(
         for b in range(blocks):
             parts.append(np.ascontiguousarray(sizes[rows, b]).view(np.uint8))
             parts.append(np.ascontiguousarray(steps[rows, b * 4 : b * 4 + 4].T).view(np.uint8).reshape(-1))
-            eights = whole[rows, b * 128 : b * 128 + 128].reshape(32, -1, 2, 4)
-            pairs = eights[:, :, 0] | eights[:, :, 1] << 4  # [channel][eight inputs][4]
-            parts.append(np.ascontiguousarray(pairs.swapaxes(0, 1)).reshape(-1))
-    out = aligned_bytes(_core.packed_bytes("int4", outputs, inputs, 32, multiples=True))
+            parts.append(laid_codes(whole[rows, b * 128 : b * 128 + 128], format))
+    out = aligned_bytes(_core.packed_bytes(format, outputs, inputs, 32, multiples=True))
     out[:] = np.concatenate(parts)
-    return _core.Packed("int4", outputs, inputs, 32, 1.0, out, multiples=True, float_rows=float_rows)
+    return _core.Packed(format, outputs, inputs, 32, 1.0, out, multiples=True, float_rows=float_rows)
 
 
 def random_multiples(outputs: int, inputs: int) -> tuple[Bytes, Floats, NDArray[np.int8]]:

@@ -16,6 +16,8 @@ from headrace.models.precision import Precision, parse_kv_type, parse_plan, pars
         ("int8", Precision("int8", 128, rotated=True)),
         ("int4", Precision("int4", 32, rotated=True)),
         ("int4-g128", Precision("int4", 128, rotated=True)),
+        ("int3", Precision("int3", 32, rotated=True)),
+        ("int2-g64-a16", Precision("int2", 64, float_rows=True, rotated=True)),
         ("int8-channel", Precision("int8", 0, rotated=True)),
         ("int8-plain", Precision("int8", 128)),
         ("int4-g64-plain", Precision("int4", 64)),
@@ -28,7 +30,18 @@ def test_a_precision_is_read_from_its_spelling(text: str, expected: Precision) -
 
 
 @pytest.mark.parametrize(
-    "name", ["f32", "bf16", "int8-g64", "int4-g32", "int4-channel", "int8-g128-a16", "int4-g32-a16-plain"]
+    "name",
+    [
+        "f32",
+        "bf16",
+        "int8-g64",
+        "int4-g32",
+        "int4-channel",
+        "int8-g128-a16",
+        "int4-g32-a16-plain",
+        "int3-g32",
+        "int2-g64",
+    ],
 )
 def test_a_precision_is_spelled_as_it_is_read(name: str) -> None:
     assert parse_precision(name).name == name
@@ -58,6 +71,8 @@ def test_a_misspelt_precision_is_rejected_with_the_valid_ones(text: str) -> None
 def test_bits_count_the_share_of_the_scale() -> None:
     assert parse_precision("int4-g32").bits == 4.375  # 8 bits of 32 for a multiple, 16 of 128 for a scale
     assert parse_precision("int4-g64").bits == 4.25
+    assert parse_precision("int3").bits == 3.375
+    assert parse_precision("int2-g128").bits == 2.125
     assert parse_precision("int8-channel").bits == 8
     assert parse_precision("bf16").bits == 16
 
@@ -84,6 +99,7 @@ def test_embedding_and_head_stay_at_eight_bits_by_default() -> None:
     assert parse_plan("int4-a16").precision("head").float_rows
     assert parse_plan("int4", keep=["head=int4"]).precision("head").format == "int4"
     assert parse_plan("bf16").precision("head").format == "bf16"
+    assert parse_plan("int3").precision("head") == parse_plan("int2").precision("embed") == plan.precision("head")
 
 
 def test_the_last_pattern_that_matches_wins() -> None:
@@ -106,7 +122,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
     assert caught.value.parameter == "keep"
 
 
-@pytest.mark.parametrize("entry", ["bf16", "=bf16", "layers.*", "head=int3"])
+@pytest.mark.parametrize("entry", ["bf16", "=bf16", "layers.*", "head=int5"])
 def test_a_wrong_keep_entry_is_refused(entry: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_plan("int4", keep=[entry])

@@ -22,8 +22,11 @@ from tests.models.tiny_models import prompt
 
 Built = Callable[[str], Quantised]
 OWN = {
-    **dict.fromkeys(("gptq-2", "gptq-3", "gptq-4", "gptq-4-v2", "awq", "ct-w4a16-asymmetric"), ("int4", GROUP, True)),
-    **dict.fromkeys(("gptq-4-symmetric", "ct-w4a16", "ct-w3a16"), ("int4", GROUP, False)),
+    "gptq-2": ("int2", GROUP, True),
+    "gptq-3": ("int3", GROUP, True),
+    **dict.fromkeys(("gptq-4", "gptq-4-v2", "awq", "ct-w4a16-asymmetric"), ("int4", GROUP, True)),
+    **dict.fromkeys(("gptq-4-symmetric", "ct-w4a16"), ("int4", GROUP, False)),
+    "ct-w3a16": ("int3", GROUP, False),
     "gptq-8": ("int8", GROUP, True),
     "gptq-8-rows": ("int8", 128, True),
     **dict.fromkeys(("ct-w8a16-channel", "ct-w8a8", "ct-w8a8-tensor", "bnb-int8"), ("int8", 128, False)),

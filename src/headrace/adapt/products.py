@@ -1,6 +1,6 @@
 """Product: a matrix product with a weight that is trained, frozen, or frozen with an adapter.
 
-A frozen weight may be kept in the core's packed layout, int8 or int4, and is unpacked for each use: it has exactly the
+A frozen weight may be kept in the core's packed layout, in integers, and is unpacked for each use: it has exactly the
 values that the engine serves at that precision. A weight that is trained for a precision is rounded by the core too.
 """
 

@@ -9,8 +9,8 @@ import msgspec
 
 from headrace.errors import HeadraceError, RequestError
 
-BaseFormat = Literal["f32", "int8", "int4"]
-RoundedFormat = Literal["none", "int8", "int4"]
+BaseFormat = Literal["f32", "int8", "int4", "int3", "int2"]
+RoundedFormat = Literal["none", "int8", "int4", "int3", "int2"]
 
 ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 FEED_FORWARD: Final = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "c_fc", "c_proj")

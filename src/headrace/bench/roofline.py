@@ -80,6 +80,6 @@ def best_peak(machine: Machine, weights: Precision) -> float:
     kinds = ["fma_f32"]
     if weights.format != "f32" and not weights.float_rows:
         kinds += ["dot_bf16", "amx_bf16"]
-    if weights.format in {"int8", "int4"} and not weights.float_rows:
+    if weights.is_integer and not weights.float_rows:
         kinds += ["dot_int8", "amx_int8"]
     return max(machine.peaks[kind] for kind in kinds)

@@ -70,8 +70,8 @@ def evaluate(
         JSONL file to measure on. Each line has `prompt`, with or without `completion`, or `messages`, with or without
         `tools`. Of a completion, or an assistant's message at the end, only that part is scored.
     weights
-        Precision of the weights: f32, bf16, int8 or int4; integers may end in -g32, -g64, -g128 or -channel. Default:
-        bf16.
+        Precision of the weights: f32, bf16, int8, int4, int3 or int2; integers may end in -g32, -g64, -g128 or
+        -channel. Default: bf16.
     keep
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv

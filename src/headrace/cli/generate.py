@@ -96,9 +96,10 @@ def generate(
     ignore_eos
         Continue past the model's end-of-sequence tokens.
     weights
-        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8 or int4.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8, int4,
+        int3 or int2.
     group
-        Inputs that share a scale at int8 and int4: 32, 64, 128 or channel.
+        Inputs that share a scale at int8 and fewer bits: 32, 64, 128 or channel.
     keep
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv

@@ -28,7 +28,7 @@ from headrace.models.spec import ModelSpec
 from headrace.models.step_work import active_parameters, decode_bytes
 from headrace.variant import DEFAULT_MODEL
 
-PRECISIONS = ("f32", "bf16", "int8", "int4")
+PRECISIONS = ("f32", "bf16", "int8", "int4", "int3", "int2")
 
 
 def inspect(

@@ -97,7 +97,8 @@ def plan(
     device
         Device to consider: a name of the table, or `here`, this machine. Repeatable. Default: the whole table.
     weights
-        Precision to consider: bf16, fp8, int8 or int4. Repeatable. Default: all that a device's engine has.
+        Precision to consider: bf16, fp8, int8, int4, int3 or int2. Repeatable. Default: all that a device's engine
+        has, but not int3 and int2, which cost most models too much.
     kv
         Precision of the KV cache: bf16, int8, fp8 or int4. vLLM has no int8 and int4 and takes fp8 for them.
     context

@@ -262,8 +262,7 @@ def _stored_codes(
             path=folder.path,
             tensor=name,
         )
-    centre = 8 if precision.format == "int4" else 128
-    return stored.codes + np.uint8(centre - middle), stored.scales[:, first], zeros
+    return stored.codes + np.uint8(precision.zero - middle), stored.scales[:, first], zeros
 
 
 def _meta(precision: Precision, outputs: int, inputs: int, gain: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Parses precisions and assigns one to every canonical tensor. Does not quantise.
 
-A precision is written `f32`, `bf16`, `int8` or `int4`; integer formats may add a group: `int4-g32`, `int8-g128`,
-`int4-channel`. Integers meet activations in int8, unless `-a16` follows: `int8-a16`, `int4-g32-a16`. They rotate their
-inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-a16-plain`.
+A precision is written `f32`, `bf16`, `int8`, `int4`, `int3` or `int2`; integer formats may add a group: `int4-g32`,
+`int8-g128`, `int4-channel`. Integers meet activations in int8, unless `-a16` follows: `int8-a16`, `int4-g32-a16`. They
+rotate their inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-a16-plain`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-WeightFormat = Literal["f32", "bf16", "int8", "int4"]
+WeightFormat = Literal["f32", "bf16", "int8", "int4", "int3", "int2"]
 KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
 AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
@@ -25,12 +25,14 @@ AUTOS: Final = frozenset({AUTO, AUTO_FLOAT_ROWS})
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
 _PLAIN: Final = "-plain"
 _FLOAT_ROWS: Final = "-a16"
-# int4 takes groups of 32 because its coarse codes gain most from close scales. int8 hardly gains, and its products are
-# bound by the work at the end of each group, so it takes 128.
-_DEFAULT_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 128}
+_BITS: Final[dict[str, int]] = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+SMALL: Final = frozenset({"int4", "int3", "int2"})  # formats whose group scales may be multiples
+# Small codes take groups of 32 because they are coarse and gain most from close scales. int8 hardly gains, and its
+# products are bound by the work at the end of each group, so it takes 128.
+_DEFAULT_GROUP: Final[dict[str, int]] = {"int8": 128, **dict.fromkeys(SMALL, 32)}
 # An embedding's errors are not hidden by a choice of one token: int8-g128 keeps a cosine of 0.995 of MiniLM's, int8-g32
 # one of 0.999.
-_EMBEDDER_GROUP: Final[dict[str, int]] = {"int4": 32, "int8": 32}
+_EMBEDDER_GROUP: Final[dict[str, int]] = {"int8": 32, **dict.fromkeys(SMALL, 32)}
 
 
 class Precision(msgspec.Struct, frozen=True):
@@ -49,9 +51,18 @@ class Precision(msgspec.Struct, frozen=True):
         return name if self.rotated or self.stored else f"{name}{_PLAIN}"
 
     @property
+    def is_integer(self) -> bool:
+        return self.format in _DEFAULT_GROUP
+
+    @property
+    def zero(self) -> int:
+        """The code of a weight of 0 where no group has a zero of its own."""
+        return 1 << (_BITS[self.format] - 1)
+
+    @property
     def bits(self) -> float:
         """Bits per weight, including its share of the scales, for long rows."""
-        plain = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}[self.format]
+        plain = _BITS[self.format]
         if self.multiples:
             return plain + 8 / self.group + 16 / (4 * self.group)
         return plain + ((32 if self.zeros else 16) / self.group if self.group else 0)
@@ -59,7 +70,13 @@ class Precision(msgspec.Struct, frozen=True):
     @property
     def multiples(self) -> bool:
         """True if group scales are integer multiples of one that four groups share: faster, smaller, hardly lossy."""
-        return self.format == "int4" and self.group == 32 and not self.stored
+        return self.format in SMALL and self.group == 32 and not self.stored
+
+
+def stored_format(bits: int) -> WeightFormat:
+    """Return the narrowest integer format that holds codes of at most 8 bits."""
+    formats: tuple[WeightFormat, ...] = ("int2", "int3", "int4", "int8")
+    return next(each for each in formats if bits <= _BITS[each])
 
 
 def parse_precision(
@@ -72,8 +89,8 @@ def parse_precision(
     float_rows = weights.endswith(_FLOAT_ROWS)
     if format_name not in get_args(WeightFormat):
         raise RequestError(
-            f"Unknown precision '{text}'. Expected f32, bf16, int8 or int4; integers may end in -g32, -g64, -g128 or "
-            "-channel, then in -a16, and then in -plain.",
+            f"Unknown precision '{text}'. Expected f32, bf16, int8, int4, int3 or int2; integers may end in -g32, "
+            "-g64, -g128 or -channel, then in -a16, and then in -plain.",
             parameter=parameter,
         )
     chosen = cast(WeightFormat, format_name)
@@ -131,7 +148,7 @@ class WeightPlan(msgspec.Struct, frozen=True):
                 return precision
         if name in self.stored:
             return self.stored[name]
-        if name in {"embed", "head"} and self.default.format == "int4":
+        if name in {"embed", "head"} and self.default.format in SMALL:
             # Every token passes through these two, and quality drops here first, so they keep 8 bits.
             group = (_EMBEDDER_GROUP if self.embedder else _DEFAULT_GROUP)["int8"]
             return Precision("int8", group, float_rows=self.default.float_rows, rotated=self.default.rotated)

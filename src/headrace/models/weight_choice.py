@@ -17,7 +17,7 @@ from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.formats.quantised_layer import StoredLayout
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.model_folder import ModelFolder
-from headrace.models.precision import AUTO, AUTO_FLOAT_ROWS, AUTOS, Precision, WeightPlan, parse_plan
+from headrace.models.precision import AUTO, AUTO_FLOAT_ROWS, AUTOS, Precision, WeightPlan, parse_plan, stored_format
 from headrace.models.spec import is_product
 
 _RICHER: Final = Precision("int8", 32, rotated=True)
@@ -60,8 +60,7 @@ def describe_choice(folder: ModelFolder, plan: WeightPlan) -> str:
 
 
 def _with_float_rows(precision: Precision) -> Precision:
-    integer = precision.format in {"int8", "int4"}
-    return msgspec.structs.replace(precision, float_rows=True) if integer else precision
+    return msgspec.structs.replace(precision, float_rows=True) if precision.is_integer else precision
 
 
 def _describe_blocks(folder: ModelFolder, plan: WeightPlan, weights: GgufWeights) -> str:
@@ -92,4 +91,4 @@ def _precision(folder: ModelFolder, name: str) -> Precision | None:
     group = _LONGEST if layout.group % _LONGEST == 0 else layout.group
     if group % _UNIT:
         return _RICHER
-    return Precision("int4" if layout.bits <= 4 else "int8", group, stored=True, zeros=not layout.symmetric)
+    return Precision(stored_format(layout.bits), group, stored=True, zeros=not layout.symmetric)

@@ -87,6 +87,9 @@ def test_memory_is_that_of_weights_and_kv() -> None:
     assert costs.kv_token == 131_072  # 2 x 32 layers x 8 heads x 128 x 2 bytes
     assert model_costs(spec, "bf16", "vllm", kv="fp8").kv_token == 65_536
     assert model_costs(spec, "int4", "vllm").weights < 0.4 * costs.weights
+    own = [model_costs(spec, name, "headrace").weights for name in ("int4", "int3", "int2")]
+    assert own[2] < 0.7 * own[0]
+    assert own[1] < 0.85 * own[0]
     # Embedding and head stay at 16 bits, so fp8 is more than half.
     assert 0.5 < model_costs(spec, "fp8", "vllm").weights / costs.weights < 0.6
 
@@ -160,6 +163,14 @@ def test_lossy_precisions_are_listed_and_not_recommended_unless_you_allow_it() -
     allowed = plan("llama-3.1-8b", allow_lossy=True).chosen
     assert allowed is not None
     assert allowed.price < found.chosen.price
+
+
+def test_three_and_two_bits_are_considered_only_if_named() -> None:
+    devices = ["epyc-7763"]
+    found = plan("tiny", devices=devices)
+    assert {each.weights for each in (*found.candidates, *found.rejected)} == {"bf16", "int8", "int4"}
+    found = plan("tiny", devices=devices, weights=("int3",))
+    assert {each.weights for each in (*found.candidates, *found.rejected)} == {"int3"}
 
 
 def test_the_hosted_api_is_cheaper_below_the_break_even_rate_only() -> None:
@@ -259,7 +270,7 @@ def test_the_command_prints_json_and_writes_the_configuration(
         ("--users 0", "users must be at least"),
         ("--reused 1.5", "reused must be 0 to below 1"),
         ("--prompt 900000", "context"),
-        ("--weights int3", "Unknown precision 'int3'"),
+        ("--weights int5", "Unknown precision 'int5'"),
         ("--price h100", "Invalid price 'h100'"),
     ],
 )

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.bench.objectives import Objectives
 from headrace.bench.planning.devices import Device, DeviceTable, EngineKind
-from headrace.bench.planning.model_costs import LOSSLESS, WEIGHTS, ModelCosts, model_costs
+from headrace.bench.planning.model_costs import LOSSLESS, ONLY_NAMED, WEIGHTS, ModelCosts, model_costs
 from headrace.bench.planning.operating_point import OperatingPoint, ReplicaLimits, most_load, operating_point
 from headrace.bench.planning.step_costs import RooflineCost, StepCost
 from headrace.bench.traffic_profile import TrafficProfile
@@ -146,7 +146,7 @@ def plan_capacity(
     for device_name, device in devices.items():
         engine = table.kind_of(device).engine
         for weights in WEIGHTS[engine]:
-            if options.weights and weights not in options.weights:
+            if weights not in options.weights and (options.weights or weights in ONLY_NAMED):
                 continue
             best: Candidate | None = None
             why = ""

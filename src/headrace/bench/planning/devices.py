@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import RequestError
+from headrace.models.precision import SMALL
 
 EngineKind = Literal["headrace", "vllm"]
 _WIDER: Mapping[str, tuple[str, ...]] = {  # where a precision is computed, the narrowest first
@@ -46,8 +47,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def rate(self, precision: str, *, engine: EngineKind = "vllm") -> float:
         """Return the operations per second at a precision of the weights, on the data sheet."""
-        # Our own kernels multiply 4-bit weights by 8-bit activations.
-        wanted = "int8" if engine == "headrace" and precision == "int4" else precision
+        # Our own kernels multiply smaller weights by 8-bit activations.
+        wanted = "int8" if engine == "headrace" and precision in SMALL else precision
         for name in _WIDER[wanted]:
             if name in self.operations:
                 return self.operations[name] * 1e12

@@ -20,10 +20,11 @@ from headrace.models.step_work import active_parameters
 # Bytes of a product's weight in the formats of GPU engines; int4 has groups of 128 with a scale and a zero of 16 bits.
 _GPU_BYTES: Final = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4.0 / 128.0}
 WEIGHTS: Final[dict[EngineKind, tuple[str, ...]]] = {
-    "headrace": ("bf16", "int8", "int4"),
+    "headrace": ("bf16", "int8", "int4", "int3", "int2"),
     "vllm": ("bf16", "fp8", "int8", "int4"),
 }
 LOSSLESS: Final = frozenset({"f32", "bf16"})
+ONLY_NAMED: Final = frozenset({"int3", "int2"})  # considered if the user names them: they cost most models too much
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):

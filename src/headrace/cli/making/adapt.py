@@ -107,10 +107,10 @@ def adapt(
     targets
         Modules that get an adapter: all, attention, mlp, or names separated by commas, such as q_proj,v_proj.
     base
-        Precision of the frozen weights: f32, or int8 or int4 (QLoRA), which takes less memory.
+        Precision of the frozen weights: f32, or int8, int4, int3 or int2 (QLoRA), which take less memory.
     qat
-        Round the weights to int8 or int4 in every step, as the engine does when it serves them (quantisation-aware
-        training). Needs --full or --merge.
+        Round the weights to int8, int4, int3 or int2 in every step, as the engine does when it serves them
+        (quantisation-aware training). Needs --full or --merge.
     epochs
         Passes over the examples, at most.
     batch
