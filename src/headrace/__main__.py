@@ -24,6 +24,12 @@ def run() -> "NoReturn":
         signal.signal(signal.SIGINT, _exit_at_once)
         # Registered first, so run last: from here on the exit code is decided, and the process ends in a moment.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[1:2] == ["serve"] and not {"--help", "-h"}.intersection(sys.argv):
+        # The first worker imports the engine while this process imports the server.
+        from headrace.engine.process import early_worker
+
+        early_worker.launch_early()
+        atexit.register(early_worker.discard)
     from headrace.cli import main
 
     try:

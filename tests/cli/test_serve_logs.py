@@ -85,6 +85,8 @@ def workers(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_every_line_is_json_and_requests_name_tenant_and_key(server: Server) -> None:
+    started = server.until("started: imports")
+    assert all(part in started["event"] for part in ("folder", "weights and KV memory", "tokenizer", "engine"))
     serving = server.until("serving")
     assert serving["models"] == ["mini"]
     server.url = serving["url"].removesuffix("/v1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,3 +153,27 @@ def test_a_kept_tensor_has_its_own_precision(tiny_folder: Path) -> None:
     assert np.array_equal(kept.unpack(), exact)
     error = np.abs(plain.unpack() - exact).max()
     assert 0 < error < np.abs(exact).max() / 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_packing_keeps_no_page_of_the_model_in_memory(tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    folder = open_model(tmp_path / "model")
+    (file,) = folder.weights.files
+    folder.tensor("embed").data.sum()
+    assert resident_bytes(file) > 0
+    before = folder.tensor("embed").data.copy()
+    load_tensors(folder, parse_plan("int4"), _core.Pool(1), cache=tmp_path / "cache")
+    assert resident_bytes(file) == 0
+    assert (folder.tensor("embed").data == before).all()  # read from the file again
+
+
+def resident_bytes(path: Path) -> int:
+    """Return the bytes of a mapped file that are in this process's memory."""
+    found, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            found = line.endswith(str(path))
+        elif found and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total

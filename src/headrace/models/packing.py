@@ -168,6 +168,7 @@ def _pieces(
     for index, name in enumerate(folder.shapes):
         if progress is not None:
             progress(index, len(folder.shapes))
+        folder.weights.drop_pages()  # otherwise the process keeps the whole model beside the packed one
         precision = _precision(name, plan, folder.spec, folder.shapes[name][-1])
         if is_product(name) and precision.stored:
             yield _packed_codes(name, folder, precision)
@@ -184,6 +185,7 @@ def _pieces(
             yield _packed(name, tensor, precision, pool)
         else:
             yield _vector(name, tensor, folder.spec)
+    folder.weights.drop_pages()
 
 
 def pack_matrix(weights: NDArray[np.float32], precision: Precision, pool: _core.Pool) -> _core.Packed:

@@ -11,14 +11,16 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-import aiohttp
 import msgspec
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from headrace.gateway.api_errors import ApiError
+
+if TYPE_CHECKING:  # slow to import, and only needed when something is fetched
+    import aiohttp
+    from aiohttp.abc import AbstractResolver, ResolveResult
 
 _REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
 _CHUNK: Final = 64 * 1024
@@ -99,6 +101,8 @@ async def fetch(
 
     Redirects are followed for GET only; those to another origin get none of the `headers`.
     """
+    import aiohttp
+
     try:
         async with asyncio.timeout(policy.timeout_s):
             return await _follow(url, policy, method, dict(headers or {}), body)
@@ -116,7 +120,10 @@ async def fetch(
 async def _follow(
     url: str, policy: FetchPolicy, method: str, headers: dict[str, str], body: bytes | None
 ) -> FetchedPage:
-    connector = aiohttp.TCPConnector(resolver=_PublicResolver(policy), use_dns_cache=False, limit=4)
+    import aiohttp
+
+    resolver = cast("AbstractResolver", _PublicResolver(policy))
+    connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, limit=4)
     async with aiohttp.ClientSession(
         connector=connector, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=True
     ) as session:
@@ -150,7 +157,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-class _PublicResolver(AbstractResolver):
+class _PublicResolver:
     """Resolves names to public addresses only, so that a name cannot point into this network."""
 
     def __init__(self, policy: FetchPolicy) -> None:
@@ -162,15 +169,15 @@ class _PublicResolver(AbstractResolver):
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
         private = _matches(host, self._policy.private_hosts)
-        results = [
-            ResolveResult(
-                hostname=host,
-                host=str(address[0]),
-                port=port,
-                family=kind,
-                proto=proto,
-                flags=int(socket.AI_NUMERICHOST | socket.AI_NUMERICSERV),
-            )
+        results: list[ResolveResult] = [
+            {
+                "hostname": host,
+                "host": str(address[0]),
+                "port": port,
+                "family": kind,
+                "proto": proto,
+                "flags": int(socket.AI_NUMERICHOST | socket.AI_NUMERICSERV),
+            }
             for kind, _, proto, _, address in found
             if private or is_public(str(address[0]))
         ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from headrace.config import Config
+from headrace.engine.process import early_worker
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.fleet import Fleet, Loading
 from headrace.observe.logs import configure_log
@@ -98,6 +99,7 @@ class Server:
                 undo.callback(self.internal_listening.close)
             self.fleet = Fleet.of(config, loading, early=True) if fleet is None else fleet
             undo.callback(self.fleet.abandon)
+            early_worker.discard()  # if no engine of this process took it
             self._make()
             self._make_fronts(front_sockets, front_command)
             undo.pop_all()

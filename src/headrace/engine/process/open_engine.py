@@ -22,6 +22,7 @@ from headrace.engine.memory.kv_tiers import KvTiers
 from headrace.engine.memory.prefix_file import KvIdentity, kv_identity
 from headrace.engine.memory.state_pool import StatePool
 from headrace.engine.pinned_prefixes import PinnedPrefixes
+from headrace.engine.process.start_clock import StartClock
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.step_plan import SchedulerLimits
@@ -57,20 +58,25 @@ def open_variant(
     folder: ModelFolder | None = None,
     progress: ProgressCallback | None = None,
     cuts_texts: bool = True,
+    clock: StartClock | None = None,
 ) -> OpenedVariant:
     """Return the opened variant. Raise ModelError or RequestError if it cannot be served.
 
     `folder` is the model's folder, if it is open already. `cuts_texts` says whether prompts are tokenised here, so that
-    the whole tokenizer is read.
+    the whole tokenizer is read. `clock` records how long each part takes.
     """
+    clock = clock or StartClock()
     check_variant(variant)
     if folder is None:
         folder = open_model(find_model(variant.model))
     if folder.spec.state_floats:
         _check_recurrent(variant)
+    clock.end("folder")
     executor = _load(folder, variant, progress)
+    clock.end("weights and KV memory")
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
+    clock.end("tokenizer")
     reuse = spec.causal and variant.prefix_cache
     cipher = None
     if variant.kv_disk_bytes and variant.kv_disk_key_env is not None:
@@ -108,7 +114,10 @@ def open_variant(
         sequences=variant.max_sequences,
         checks=variant.checks,
     )
-    return OpenedVariant(variant, folder, executor, engine, _pins(variant, identity, engine), tokenizer)
+    clock.end("engine")
+    pins = _pins(variant, identity, engine)
+    clock.end("saved prefixes")
+    return OpenedVariant(variant, folder, executor, engine, pins, tokenizer)
 
 
 def _check_recurrent(variant: Variant) -> None:

@@ -33,6 +33,7 @@ from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest
 from headrace.engine.process import wire
 from headrace.engine.process.open_engine import OpenedVariant, open_variant
+from headrace.engine.process.start_clock import StartClock, process_seconds
 from headrace.engine.process.worker_log import configure_worker_log
 from headrace.errors import HeadraceError, RequestError
 from headrace.version import __version__
@@ -40,7 +41,7 @@ from headrace.version import __version__
 if TYPE_CHECKING:
     from headrace.engine.grammar.constraints import Compilation, GrammarState
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("headrace.engine.process.worker")  # the process runs this module as __main__
 
 _READ: Final = 256 * 1024  # bytes per read
 _MOST_UNREAD: Final = 64 * 1024 * 1024  # 64 MiB of unread output, after which a client is disconnected
@@ -532,15 +533,16 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def read_config() -> wire.WorkerConfig:
-    """Read one line from standard input, byte by byte so that nothing after it is consumed."""
+def read_config() -> wire.WorkerConfig | None:
+    """Read one line from standard input, byte by byte so that nothing after it is consumed. Return None if there is
+    none: the process was started early and is not needed."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
             break
         line += byte
-    return msgspec.json.decode(line, type=wire.WorkerConfig)
+    return msgspec.json.decode(line, type=wire.WorkerConfig) if line else None
 
 
 class SupervisorGoneError(Exception):
@@ -548,14 +550,17 @@ class SupervisorGoneError(Exception):
 
 
 def main(report: Callable[[bytes], Any] | None = None) -> int:
+    imported = process_seconds()
     configure_worker_log()
     try:
         config = read_config()
     except (msgspec.MsgspecError, OSError) as error:
         _tell(msgspec.json.encode(wire.StartReport(error=str(error))))
         return 2
+    if config is None:
+        return 0
     try:
-        code, orphaned = _serve(config, report)
+        code, orphaned = _serve(config, report, StartClock(imported))
     except SupervisorGoneError:
         code, orphaned = 1, True
     if orphaned:
@@ -564,11 +569,11 @@ def main(report: Callable[[bytes], Any] | None = None) -> int:
     return code
 
 
-def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None) -> tuple[int, bool]:
+def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None, clock: StartClock) -> tuple[int, bool]:
     """Load and serve. Return the exit code, and whether the supervisor is gone."""
     tell = report or _tell
     try:
-        opened = open_variant(config.variant, progress=throttled_progress(tell), cuts_texts=False)
+        opened = open_variant(config.variant, progress=throttled_progress(tell), cuts_texts=False, clock=clock)
         worker = Worker(opened, config)
     except (HeadraceError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.StartReport(error=str(error) or type(error).__name__)))
@@ -581,7 +586,9 @@ def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None) -> 
     gc.freeze()
     # The thread that waits for the core needs the interpreter when a step is done; the default of 5 ms is too long.
     sys.setswitchinterval(0.0005)
+    clock.end("prepare")
     loaded, capacity = opened.executor.load_report, opened.executor.capacity
+    log.info("started: %s", clock.describe())
     started = wire.StartReport(
         load_s=loaded.seconds,
         mapped=loaded.mapped,

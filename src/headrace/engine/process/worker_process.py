@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 from typing import IO, Final
+
+from headrace.engine.process import early_worker
 
 _LINE: Final = 64 * 1024  # bytes of a worker's report
 _AT_ONCE: Final = 16 * 1024  # bytes that a pipe buffers without a reader
@@ -18,13 +19,7 @@ _LOOK: Final = 0.05  # seconds between polls on systems without pidfd
 class WorkerProcess:
     def __init__(self, config: bytes) -> None:
         """`config` is the line that the process reads first. Raise OSError if no process can be started."""
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "headrace.engine.process.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches only the supervisor, which drains
-        )
+        self._popen = early_worker.take() or early_worker.launch()
         self._output: asyncio.ReadTransport | None = None
         self._log: asyncio.ReadTransport | None = None  # closes at the end of what the process wrote
         self._ended: asyncio.Future[int] | None = None

@@ -23,7 +23,6 @@ from headrace.engine.interface.image_rows import ImageRows
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
-from headrace.gateway.images.image_fetch import fetch_image
 from headrace.gateway.images.message_images import decode_data_url, template_parts
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.vision.image_layout import TileGrid
@@ -89,6 +88,8 @@ class ImageReader:
         config = self._config
         if url.startswith("data:"):
             return await asyncio.to_thread(self._read, partial(decode_data_url, url, config.bytes))
+        from headrace.gateway.images.image_fetch import fetch_image  # slow to import
+
         data = await fetch_image(url, config)
         return await asyncio.to_thread(self._read, lambda: data)
 

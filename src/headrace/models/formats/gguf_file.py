@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import ModelError
 from headrace.models.formats.gguf_blocks import BLOCKS, TYPE_NAMES
-from headrace.models.formats.mapped_file import map_file
+from headrace.models.formats.mapped_file import drop_pages, map_file
 
 MAGIC: Final = b"GGUF"
 MAX_KEYS: Final = 1 << 16
@@ -65,6 +65,10 @@ class GgufFile:
         self.tensors = tensors  # in the order of the file
         self.header_bytes = header_bytes  # of metadata and table, before padding
         self._data = data
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the file."""
+        drop_pages(self._data)
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:

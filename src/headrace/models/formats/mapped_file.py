@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,3 +37,14 @@ def map_file(path: Path, *, minimum_bytes: int) -> NDArray[np.uint8]:
             raise ModelError(f"Cannot map the file: {error}.", path=path) from None
     finally:
         os.close(descriptor)
+
+
+def drop_pages(mapped: NDArray[np.uint8]) -> None:
+    """Give back the memory of the pages of a map that were read. They are read from the file again when needed."""
+    base: Any = mapped
+    while isinstance(base, np.ndarray):
+        base = base.base  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if isinstance(base, memoryview):
+        base = base.obj
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -97,6 +97,11 @@ class ModelWeights:
         file = self._homes.get(name)
         return self._place() if file is None else file.path
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the files."""
+        for file in set(self._homes.values()):
+            file.drop_pages()
+
     def stored_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors on disk that a tensor is made from."""
         return (name,)

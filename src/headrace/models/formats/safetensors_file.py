@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import ModelError
 from headrace.models.formats.atomic_file import new_file
-from headrace.models.formats.mapped_file import map_file
+from headrace.models.formats.mapped_file import drop_pages, map_file
 from headrace.models.formats.tensors import DenseTensor, StoredTensor
 
 HEADER_LIMIT: Final = 100_000_000  # bytes; the reference implementation has the same bound
@@ -91,6 +91,10 @@ class SafetensorsFile:
         self.tensors = tensors  # in the order of the file's bytes
         self.metadata = metadata
         self._data = data
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the file."""
+        drop_pages(self._data)
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:

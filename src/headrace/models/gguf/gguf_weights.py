@@ -51,6 +51,10 @@ class GgufWeights:
             name=name, dtype=dtype, shape=entry.shape, data=data.reshape(entry.shape), path=self.file.path
         )
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the file."""
+        self.file.drop_pages()
+
     def stored_names(self, name: str) -> tuple[str, ...]:
         return (name,)
 

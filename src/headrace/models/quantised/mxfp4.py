@@ -47,6 +47,9 @@ class ExpertTensors:
         self.total_bytes = stored.total_bytes
         self.names = (stored.names - split) | self._parts.keys()
 
+    def drop_pages(self) -> None:
+        self._stored.drop_pages()
+
     def entry(self, name: str) -> TensorEntry | None:
         whole, _ = self._parts.get(name, (name, 0))
         entry = self._stored.entry(whole)

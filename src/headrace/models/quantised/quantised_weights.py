@@ -96,6 +96,10 @@ class QuantisedWeights:
         data = self.scheme.dense(layer)
         return DenseTensor(name=name, dtype="f32", shape=data.shape, data=data, path=self._path(layer))
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the files."""
+        self._stored.drop_pages()
+
     def stored_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors on disk that a tensor is made from."""
         layer = self._layers.get(name)
