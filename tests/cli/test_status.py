@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
 from headrace.cli import FAILED, main
-from headrace.cli.status import Snapshot, compare, quantile, render
+from headrace.cli.status import Snapshot, WorkerStatus, compare, quantile, render
+from headrace.observe import metrics
 from tests.support.running_server import asynchronous, serving, words
 
 METRICS = """
@@ -59,6 +62,29 @@ def test_the_first_view_has_no_rates() -> None:
     found = compare(None, snapshot(10.0, answers=10, tokens=100, fast=100, slow=100))
     assert (found.requests_per_s, found.variants[1].output_tokens_per_s) == (None, None)
     assert found.variants[1].ttft_p50_ms == 50.0
+
+
+def test_workers_on_other_hosts_are_listed_with_their_state() -> None:
+    labels = 'model="mini",address="tls://10.0.0.5:9000",state="draining"'
+    before = snapshot(10.0, answers=10, tokens=100, fast=100, slow=100)
+    exposition = METRICS.format(answers=1, tokens=1, fast=1, slow=1) + f"headrace_worker_requests{{{labels}}} 2.0\n"
+    found = compare(None, Snapshot(before.health, exposition, 12.0))
+    assert found.workers == [WorkerStatus("mini", "tls://10.0.0.5:9000", "draining", 2)]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render("http://a", found))
+    assert "tls://10.0.0.5:9000" in console.export_text()
+    assert compare(None, before).workers == []
+
+
+def test_only_present_workers_have_a_gauge() -> None:
+    try:
+        metrics.workers([("gone", "tls://a:1", "ready", 1)])
+        metrics.workers([("gone", "tls://b:1", "down", 0)])
+        text = metrics.exposition().decode()
+        assert 'headrace_worker_requests{address="tls://b:1",model="gone",state="down"} 0.0' in text
+        assert "tls://a:1" not in text
+    finally:
+        metrics.workers([])
 
 
 def test_quantiles_are_interpolated() -> None:

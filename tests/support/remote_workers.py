@@ -73,8 +73,10 @@ async def worker_host(
 class CuttingProxy:
     """Relays a port. While it is cut, connections stay open and nothing comes through, as in a network partition."""
 
-    def __init__(self, port: int) -> None:
-        self._target = port
+    def __init__(self, port: int = 0, *, delay_s: float = 0.0) -> None:
+        """`delay_s`: of everything that comes through. Set `target` to the port, if it is not known yet."""
+        self.target = port
+        self._delay_s = delay_s
         self._whole = asyncio.Event()
         self._whole.set()
         self._server: asyncio.Server | None = None
@@ -106,13 +108,13 @@ class CuttingProxy:
         inner = None
         try:
             await self._whole.wait()
-            inner_reader, inner = await asyncio.open_connection("127.0.0.1", self._target)
+            inner_reader, inner = await asyncio.open_connection("127.0.0.1", self.target)
             pumps = [
                 asyncio.create_task(self._pump(reader, inner)),
                 asyncio.create_task(self._pump(inner_reader, writer)),
             ]
             try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(*pumps)
             finally:
                 for pump in pumps:
                     pump.cancel()
@@ -127,6 +129,8 @@ class CuttingProxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
+                await asyncio.sleep(self._delay_s)
                 await self._whole.wait()
                 writer.write(data)
                 await writer.drain()
+            writer.write_eof()  # what was written before still arrives

@@ -21,6 +21,7 @@ from rich.text import Text
 from headrace.cli.admin.admin_client import request, request_json
 
 _TTFT: Final = "headrace_time_to_first_token_seconds_bucket"
+_WORKERS: Final = "headrace_worker_requests"
 _TENANTS: Final = 10  # with the most output
 
 Sample = tuple[str, Mapping[str, str], float]  # name, labels, value
@@ -43,6 +44,15 @@ class TenantStatus(msgspec.Struct, frozen=True):
     output_tokens_per_s: float | None
 
 
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """A worker on another host."""
+
+    model: str
+    address: str
+    state: str
+    requests: int  # of this server
+
+
 class ServerStatus(msgspec.Struct, frozen=True):
     state: str  # ready, starting, draining or unavailable
     running: int
@@ -50,6 +60,7 @@ class ServerStatus(msgspec.Struct, frozen=True):
     requests_per_s: float | None
     variants: list[VariantStatus]
     tenants: list[TenantStatus]
+    workers: list[WorkerStatus] = []
 
 
 class Snapshot:
@@ -78,7 +89,7 @@ def status(
     json: bool = False,
     interval_s: Annotated[float, Parameter(name=["--interval-s", "-n"])] = 2.0,
 ) -> None:
-    """Show a running server: its variants, queue, throughput, time to first token and tenants.
+    """Show a running server: its variants, queue, throughput, time to first token, workers on other hosts and tenants.
 
     Usage: headrace status, or headrace status http://10.0.0.5:8000 --once
 
@@ -153,6 +164,11 @@ def compare(before: Snapshot | None, after: Snapshot) -> ServerStatus:
         requests_per_s=rate("headrace_answers_total"),
         variants=variants,
         tenants=tenants[:_TENANTS],
+        workers=[
+            WorkerStatus(labels["model"], labels["address"], labels["state"], int(value))
+            for name, labels, value in after.samples
+            if name == _WORKERS
+        ],
     )
 
 
@@ -229,10 +245,14 @@ def render(url: str, found: ServerStatus) -> Group:
             _number(each.ttft_p95_ms, " ms"),
             _number(each.output_tokens_per_s),
         )
+    workers = _table("worker", "state", "model", "requests")
+    for each in found.workers:
+        workers.add_row(each.address, each.state, each.model, str(each.requests))
     tenants = _table("tenant", "output tokens", "tokens/s")
     for each in found.tenants:
         tenants.add_row(each.tenant or "(none)", f"{each.output_tokens:,}", _number(each.output_tokens_per_s))
-    return Group(head, "", variants, *(("", tenants) if found.tenants else ()))
+    further = (table for table, rows in ((workers, found.workers), (tenants, found.tenants)) if rows)
+    return Group(head, "", variants, *(part for table in further for part in ("", table)))
 
 
 def _table(*headings: str) -> Table:

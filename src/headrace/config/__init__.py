@@ -165,6 +165,8 @@ class ModelConfig(Section, frozen=True):
     replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
     standby: Annotated[int, Meta(ge=0, le=8)] = 0  # further processes that are ready, for when a replica fails
     autoscale: AutoscaleConfig | None = None  # start and stop replicas by the load
+    # Take further workers from the registry of [workers], which they announce themselves in
+    discover_workers: bool = False
     workers: tuple[Text, ...] = ()  # addresses of `headrace worker` on other hosts, such as tls://10.0.0.5:9000
     # Options of the unnamed variant: weights, kv, threads, context, speculation, ...
     options: Options = msgspec.field(default_factory=dict[str, Any])
@@ -189,7 +191,7 @@ class ModelConfig(Section, frozen=True):
         which the workers on other hosts serve too."""
         if self.autoscale is not None:
             return self.replicas or max(1, self.autoscale.least)
-        return self.replicas or int(not (self.workers and plain))
+        return self.replicas or int(not ((self.workers or self.discover_workers) and plain))
 
 
 class SurfaceConfig(Section, frozen=True):

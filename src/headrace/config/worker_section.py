@@ -12,16 +12,20 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from headrace.config.value_types import Finding, Milliseconds, Seconds, Section, Share
+from headrace.config.value_types import Finding, Milliseconds, Seconds, Section, Share, Text
 
 
 class WorkersConfig(Section, frozen=True):
-    """How this server identifies itself to workers on other hosts, and they to it. PEM files."""
+    """Where this server finds workers on other hosts, and the PEM files of TLS between them."""
 
     cert_file: str = ""  # this server's certificate
     key_file: str = ""  # its private key
     ca_file: str = ""  # the CA that signs the workers' certificates
     name: str = ""  # name in the certificates of all workers; empty: the host in each address
+    redis_env: Text | None = None  # environment variable with the URL of the Redis that is their registry
+    namespace: Text = "headrace"  # prefix of the registry's keys
+    wait_ms: Milliseconds = 1000.0  # Redis timeout
+    poll_s: Seconds = 1.0  # between two looks at the registry
 
 
 class AutoscaleConfig(Section, frozen=True):

@@ -312,6 +312,7 @@ class AsyncLLM:
         standby: int = 0,  # further workers that are ready, for when a replica fails
         most_replicas: int | None = None,  # that `scale` may start; they share the machine's cores
         workers: Sequence[str] = (),  # on other hosts, such as tls://10.0.0.5:9000
+        discovers: bool = False,  # workers on other hosts are added to `client` later
         tls: WorkerTls | None = None,  # between this process and them
         fingerprint: str = "",  # of the model's files, which every worker must have
         watch: SupervisorTimeouts | None = None,
@@ -322,7 +323,7 @@ class AsyncLLM:
         adapters: Mapping[str, str | Path] | None = None,  # folders of LoRA adapters, by the names that calls use
         **options: Any,
     ) -> None:
-        if replicas < (0 if workers else 1):
+        if replicas < (0 if workers or discovers else 1):
             raise RequestError(f"'replicas' must be at least 1, not {replicas}.", parameter="replicas")
         sharing = max(replicas, most_replicas or 0)
         if options.get("threads") is None and sharing > 1:

@@ -279,6 +279,12 @@ _core_seconds: Final = Gauge(
     ("model", "replica", "stage"),
     registry=registry,
 )
+_workers: Final = Gauge(
+    "headrace_worker_requests",
+    "Requests that this server has at a worker, by the worker's state.",
+    ("model", "address", "state"),
+    registry=registry,
+)
 # What vLLM calls the same.
 _vllm_running: Final = Gauge("vllm:num_requests_running", "As in vLLM.", ("model_name", "engine"), registry=registry)
 _vllm_waiting: Final = Gauge("vllm:num_requests_waiting", "As in vLLM.", ("model_name", "engine"), registry=registry)
@@ -358,6 +364,13 @@ def engine(model: str, replica: int, statistics: Mapping[str, Any]) -> None:
         _vllm_kv.labels(*labels).set(blocks.get("used", 0) / blocks["total"])
     for stage, seconds in statistics.get("core", {}).items():
         _core_seconds.labels(*labels, stage).set(seconds)
+
+
+def workers(found: Iterable[tuple[str, str, str, int]]) -> None:
+    """Set the gauges of all workers: model, address, state and requests. Those of former ones go."""
+    _workers.clear()
+    for model, address, state, requests in found:
+        _workers.labels(model, address, state).set(requests)
 
 
 def upstream(model: str, state: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ from headrace.gateway.serving.autoscaler import Autoscaler
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
+from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 from headrace.lab.online.lab_store import SqliteLabStore
 from headrace.lab.online.online_checks import failed_check
 from headrace.lab.online.online_lab import OnlineLab
@@ -98,6 +99,8 @@ def assemble(
         observer.remember = keeper.feedback.note
     scales = shared is None and any(model.autoscale is not None for model in config.models.values())
     autoscaling = (Autoscaler.from_config(config, fleet).run,) if scales else ()
+    discovery = WorkerDiscovery.from_config(config, fleet, environ)
+    discovering = () if discovery is None else (discovery.run,)
     catalogues = Catalogues(config.catalogues) if config.catalogues else None
     services = Services(
         fleet=fleet,
@@ -118,10 +121,11 @@ def assemble(
         fast=config.profiles.fast,
         background=BackgroundTasks(),
         observer=observer,
+        discovery=discovery,
         capacity=CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s),
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
-        loops=(recorder.run, *autoscaling, *(() if catalogues is None else (catalogues.run,))),
+        loops=(recorder.run, *autoscaling, *discovering, *(() if catalogues is None else (catalogues.run,))),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         adapters=AdapterOperations(accounts.shared, accounts.directory, fleet, config.models),
         pins=None if shared is not None else _pins(config, fleet, accounts),

@@ -275,6 +275,7 @@ def _models(config: Config) -> Iterator[Finding]:
         yield from check_worker_addresses(model.workers, config.workers, where)
         if model.workers and model.upstream is not None:
             yield f"{where}.workers", "expected no workers: an upstream serves this model"
+        yield from _discovery(model, config, where)
         yield from _pins(name, model, f"{where}.pins")
         yield from _variants(name, model, where)
     for name, model in config.models.items():
@@ -282,6 +283,15 @@ def _models(config: Config) -> Iterator[Finding]:
         yield from check_adapters(name, model.adapters, where, named=taken)
         if model.adapters and model.upstream is not None and not model.variants:
             yield where, f"no engine of Headrace serves {quoted(name)}, so it cannot serve adapters"
+
+
+def _discovery(model: ModelConfig, config: Config, where: str) -> Iterator[Finding]:
+    if not model.discover_workers:
+        return
+    if model.upstream is not None:
+        yield f"{where}.discover_workers", "expected false: an upstream serves this model"
+    if config.workers.redis_env is None:
+        yield "workers.redis_env", f"missing: {where}.discover_workers needs the registry that it names"
 
 
 def _pins(name: str, model: ModelConfig, where: str) -> Iterator[Finding]:

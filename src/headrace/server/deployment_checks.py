@@ -132,6 +132,13 @@ def _stores(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
             "redis",
             ("redis_env", limiting.redis_env or ""),
         ),
+        (
+            any(model.discover_workers for model in config.models.values()),
+            "workers.redis_env",
+            "redis",
+            "redis",
+            ("redis_env", config.workers.redis_env or ""),
+        ),
     ):
         if not used:
             continue

@@ -73,6 +73,12 @@ def metrics_route(context: EndpointContext) -> Route:
                 async with asyncio.timeout(_ENGINE_TIMEOUT_S):
                     for replica, statistics in enumerate(await served.engine.stats()):
                         metrics.engine(name, replica, statistics)
+        metrics.workers(
+            (name, replica.address, replica.state, replica.requests)
+            for name in fleet.served
+            for replica in fleet.replicas(name)
+            if "://" in replica.address  # the sockets of this machine's are private
+        )
         await measure(context.services.caches)
         others = [] if context.other_metrics is None else await context.other_metrics()
         text = metrics.exposition_of([metrics.families(), *others]) if others else metrics.exposition()

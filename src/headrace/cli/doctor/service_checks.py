@@ -13,8 +13,8 @@ from headrace.cli.doctor.check_result import CheckResult, fail, ok
 from headrace.config import Config, upstreams_of
 from headrace.config.upstream_section import UpstreamConfig, health_path
 from headrace.errors import HeadraceError
-from headrace.gateway.caches.exact.redis import connect
 from headrace.gateway.postgres_pool import PostgresPool
+from headrace.gateway.redis_client import connect
 from headrace.gateway.upstreams.upstream_client import UpstreamClient
 from headrace.gateway.upstreams.upstream_errors import UpstreamError
 
@@ -49,6 +49,7 @@ def _stores(config: Config, environ: Mapping[str, str]) -> Iterator[tuple[str, C
     for used, key, variable in (
         (exact.store == "redis", "cache.exact", exact.redis_env),
         (config.limiting.redis_env is not None, "limiting", config.limiting.redis_env or ""),
+        (config.workers.redis_env is not None, "workers", config.workers.redis_env or ""),
     ):
         if used and environ.get(variable):
             yield f"redis of {key}", _redis(environ[variable]), _store_advice("Redis", variable)

@@ -114,9 +114,9 @@ class EngineClient:
         for replica in self._replicas:
             replica.task = asyncio.create_task(self._keep(replica))
 
-    def add_replica(self, address: str | PathLike[str], *, standby: bool = False) -> None:
-        """Send requests to another replica too, once it is connected."""
-        replica = Replica(next(self._replica_numbers), parse_address(address), standby)
+    def add_replica(self, address: str | PathLike[str], *, standby: bool = False, discovered: bool = False) -> None:
+        """Send requests to another replica too, once it is connected. `discovered`: a registry named it."""
+        replica = Replica(next(self._replica_numbers), parse_address(address), standby, discovered)
         self._routes.add(replica.number)
         self._replicas.append(replica)
         if self._running:
@@ -139,9 +139,22 @@ class EngineClient:
             self._routes.remove(replica.number)
             self._changed.set()
 
+    def note_sequences(self, address: str, sequences: int) -> None:
+        """Learn how many sequences a replica has of all its clients together, so that others' count as load too."""
+        for replica in self._replicas:
+            if str(replica.address) == address:
+                own = sum(len(each.indices) for each in replica.submissions.values())
+                self._routes.set_other_load(replica.number, SEQUENCE_COST * max(0, sequences - own))
+
     @property
     def addresses(self) -> list[str]:
-        return [str(replica.address) for replica in self._replicas]
+        """Addresses of the replicas that no registry named."""
+        return [str(replica.address) for replica in self._replicas if not replica.discovered]
+
+    @property
+    def discovered(self) -> list[str]:
+        """Addresses of the replicas that a registry named."""
+        return [str(replica.address) for replica in self._replicas if replica.discovered]
 
     def replicas(self) -> list[ReplicaState]:
         """Return the replicas as operators see them."""

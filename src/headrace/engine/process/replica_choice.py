@@ -53,6 +53,7 @@ class ReplicaRouter:
         self._most = most_pieces
         self._known: dict[int, OrderedDict[int, None]] = {}
         self._loads: dict[int, float] = {}
+        self._others: dict[int, float] = {}  # loads of other clients, as far as they are known
         self._turns: dict[int, int] = {}
         self._turn = 0
         for number in range(replicas):
@@ -60,18 +61,18 @@ class ReplicaRouter:
 
     def add(self, replica: int) -> None:
         self._known[replica] = OrderedDict()
-        self._loads[replica] = 0.0
+        self._loads[replica] = self._others[replica] = 0.0
         self._turns[replica] = 0
 
     def remove(self, replica: int) -> None:
-        for each in (self._known, self._loads, self._turns):
+        for each in (self._known, self._loads, self._others, self._turns):
             each.pop(replica, None)
 
     def choose(self, keys: Sequence[int], length: int, usable: Sequence[int]) -> tuple[int, float]:
         """Return a replica for a prompt of `length` tokens with these keys, and the load that it adds there."""
         costs = {replica: SEQUENCE_COST + length - PIECE * self._matched(replica, keys) for replica in usable}
         # Equal replicas take turns.
-        chosen = min(usable, key=lambda replica: (self._loads[replica] + costs[replica], self._turns[replica]))
+        chosen = min(usable, key=lambda replica: (self.load(replica) + costs[replica], self._turns[replica]))
         self._turn += 1
         self._turns[chosen] = self._turn
         return chosen, costs[chosen]
@@ -80,8 +81,13 @@ class ReplicaRouter:
         if replica in self._loads:  # it may have been removed
             self._loads[replica] += tokens
 
+    def set_other_load(self, replica: int, tokens: float) -> None:
+        """Set the load that other clients of the replica have there."""
+        if replica in self._others:
+            self._others[replica] = tokens
+
     def load(self, replica: int) -> float:
-        return self._loads[replica]
+        return self._loads[replica] + self._others[replica]
 
     def learn(self, replica: int, keys: Sequence[int]) -> None:
         """Record that the replica has these pieces, or will have them before a later request."""

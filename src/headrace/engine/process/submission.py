@@ -52,6 +52,7 @@ class Replica(msgspec.Struct, eq=False):
     number: int
     address: WorkerAddress
     is_standby: bool = False  # takes requests only while others are missing
+    discovered: bool = False  # a registry named it
     connection: WorkerConnection | None = None  # set once greeted
     welcome: wire.Welcome | None = None
     draining: bool = False
@@ -88,6 +89,7 @@ class Replica(msgspec.Struct, eq=False):
             state=state,
             preemptible=self.role.is_preemptible,
             requests=len(self.submissions),
+            discovered=self.discovered,
             pid=None if self.welcome is None or self.connection is None else self.welcome.pid,
             reason=None if self.wrong is None else str(self.wrong),
         )
@@ -100,6 +102,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # "ready", "standby", "draining", "silent", "wrong" or "down"
     preemptible: bool
     requests: int  # of this client
+    discovered: bool = False  # a registry named it
     pid: int | None = None
     reason: str | None = None  # why the worker cannot be used
 

@@ -31,6 +31,7 @@ from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 
 
 class Services(msgspec.Struct, kw_only=True):
@@ -55,6 +56,7 @@ class Services(msgspec.Struct, kw_only=True):
     background: BackgroundTasks
     observer: RequestObserver
     capacity: CapacityMonitor
+    discovery: WorkerDiscovery | None = None  # None: no model takes workers from a registry
     objective_watch: ObjectiveWatch | None = None
     answer_observers: tuple[AnswerObserver, ...] = ()
     loops: tuple[Callable[[], Coroutine[Any, Any, None]], ...] = ()  # further work, from start to close

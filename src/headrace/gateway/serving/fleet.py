@@ -84,7 +84,7 @@ class Fleet:
                 for full, variant in variants_of(name, model, config.surfaces).items():
                     progress = None if loading is None else partial(loading, full)
                     if attach is not None:
-                        engine = AttachedEngine(variant, model, attach[full], config)
+                        engine = AttachedEngine(variant, model, attach[full], config, plain=full == name)
                     else:
                         engine = own_engine(full, variant, model, config, progress, early=early and not runs)
                     runs.append(engine)
@@ -183,6 +183,8 @@ class Fleet:
             fresh, engine = maker()
             try:
                 await engine.start()
+                for address in old.client.discovered:
+                    engine.client.add_replica(address, discovered=True)
                 await engine.client.take_pins(old.client)
             except BaseException:
                 await self._end(engine, fresh.images)
@@ -247,6 +249,24 @@ class Fleet:
         """Ask a worker of a variant to finish its requests and exit. Return False if it has no such worker."""
         client = self.served[name].engine
         return isinstance(client, EngineClient) and client.drain_replica(address)
+
+    def add_worker(self, name: str, address: str) -> None:
+        """Send a variant's requests to a worker that a registry named, too."""
+        client = self.served[name].engine
+        assert isinstance(client, EngineClient), name
+        client.add_replica(address, discovered=True)
+
+    async def remove_worker(self, name: str, address: str) -> None:
+        """Forget a worker of a variant. What still runs there continues on another."""
+        client = self.served[name].engine
+        assert isinstance(client, EngineClient), name
+        await client.remove_replica(address)
+
+    def note_sequences(self, name: str, address: str, sequences: int) -> None:
+        """Learn how many sequences a worker has, of all servers together."""
+        client = self.served[name].engine
+        assert isinstance(client, EngineClient), name
+        client.note_sequences(address, sequences)
 
     def scalable(self, name: str) -> list[str]:
         """Return the full names of a model's variants whose engines this process runs."""

@@ -57,14 +57,16 @@ def own_engine(
     path, server = options.pop("model"), config.server
     plain = "@" not in name
     workers = model.workers if plain else ()
+    discovers = plain and model.discover_workers
     return AsyncLLM(
         path,
         replicas=model.local_replicas(plain=plain),
         standby=model.standby,
         most_replicas=None if model.autoscale is None else model.autoscale.most,
         workers=workers,
+        discovers=discovers,
         tls=_tls(config),
-        fingerprint=fingerprint.of_model(open_model(find_model(path)), variant) if workers else "",
+        fingerprint=fingerprint.of_model(open_model(find_model(path)), variant) if workers or discovers else "",
         watch=SupervisorTimeouts(ping=_ping_s(server), silence=server.heartbeat_s, longest_step=server.step_s),
         waits=_waits(server),
         drain_seconds=server.drain_s,
@@ -106,13 +108,16 @@ def _waits(server: ServerConfig) -> ClientTimeouts:
 class AttachedEngine:
     """An engine whose workers another process supervises."""
 
-    def __init__(self, variant: Variant, model: ModelConfig, addresses: Sequence[str], config: Config) -> None:
+    def __init__(
+        self, variant: Variant, model: ModelConfig, addresses: Sequence[str], config: Config, *, plain: bool
+    ) -> None:
+        """`plain`: it is the model's variant without a name, which workers on other hosts serve too."""
         folder = open_model(find_model(variant.model))
         self.variant = msgspec.structs.replace(variant, model=str(folder.path))
         self.context = default_context(folder.spec) if variant.context is None else variant.context
         self.tokenizer = folder.tokenizer
-        remote = any(address in model.workers for address in addresses)
-        self._is_local = not remote or len(addresses) > len(model.workers)
+        remote = (plain and model.discover_workers) or any(address in model.workers for address in addresses)
+        self._is_local = any(address not in model.workers for address in addresses)
         self.client = EngineClient(
             addresses,
             tls=_tls(config),

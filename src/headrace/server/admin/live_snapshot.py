@@ -20,6 +20,7 @@ from headrace.observe.latency.latency_book import Row, Slice, Tick, group
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
 from headrace.server.admin.outcome_figures import outcome_json
+from headrace.server.admin.worker_routes import list_workers
 from headrace.server.endpoint_context import EndpointContext
 from headrace.version import __version__
 
@@ -91,6 +92,9 @@ class LiveSnapshot:
             },
             "stages": _stages(texts),
             "engines": engines,
+            "workers": [each for each in list_workers(services.fleet, services.discovery) if "://" in each["address"]][
+                :_LISTED
+            ],
             "variants": [self._variant(name) for name in services.fleet.served],
             "caches": caches,
             "ladder": self._ladder(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import structlog
 
 from headrace.errors import RequestError
+from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
 from headrace.server.endpoint_context import EndpointContext
@@ -16,17 +18,27 @@ from headrace.server.http.route_table import Route
 
 log = structlog.stdlib.get_logger("headrace.admin")
 
+_ANNOUNCED: Final = ("precision", "arithmetic", "release", "fingerprint", "running", "waiting", "kv_used_share")
+
+
+def list_workers(fleet: Fleet, discovery: WorkerDiscovery | None) -> list[dict[str, Any]]:
+    """Return every worker with its state here and, if it announces itself, with what it said last."""
+    found: list[dict[str, Any]] = []
+    for name in fleet.served:
+        for replica in fleet.replicas(name):
+            said = None if discovery is None else discovery.announcement(replica.address)
+            announced = None if said is None else {key: getattr(said, key) for key in _ANNOUNCED}
+            found.append({"model": name, **msgspec.to_builtins(replica), "announced": announced})
+    return found
+
 
 def routes(administration: Administration, context: EndpointContext) -> tuple[Route, ...]:
-    fleet = context.services.fleet
+    fleet, discovery = context.services.fleet, context.services.discovery
 
     async def workers(call: ApiCall) -> dict[str, Any]:
-        data = [
-            {"object": "worker", "model": name, **msgspec.to_builtins(replica)}
-            for name in fleet.served
-            for replica in fleet.replicas(name)
-        ]
-        return {"object": "list", "data": data}
+        data = [{"object": "worker", **each} for each in list_workers(fleet, discovery)]
+        answers = {} if discovery is None else {"registry_answers": discovery.answers}
+        return {"object": "list", "data": data, **answers}
 
     async def drain(call: ApiCall) -> dict[str, Any]:
         given = await administration.given(call, tables.DRAIN_WORKER)

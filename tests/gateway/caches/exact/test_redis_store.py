@@ -22,7 +22,8 @@ from headrace.errors import HeadraceError
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.exact.entry_store import GuardedStore, InvalidationScope
 from headrace.gateway.caches.exact.in_flight import JoinTerms
-from headrace.gateway.caches.exact.redis import RedisStore, connect
+from headrace.gateway.caches.exact.redis import RedisStore
+from headrace.gateway.redis_client import connect
 from headrace.gateway.requests.text_request import ChoiceDelta
 from tests.support.clock import Clock
 from tests.support.exact_caches import Caching, Mouth, cache_key, heard, said, saying, text_of, turns
@@ -289,7 +290,7 @@ def test_without_its_package_the_error_says_what_to_install(monkeypatch: pytest.
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr("headrace.gateway.caches.exact.redis.importlib.import_module", missing)
+    monkeypatch.setattr("headrace.gateway.redis_client.importlib.import_module", missing)
     with pytest.raises(HeadraceError, match=r"headrace\[redis\]"):
         connect("redis://127.0.0.1")
 

@@ -45,11 +45,12 @@ from headrace.gateway.caches.exact.in_flight import (
     total_usage,
 )
 from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.caches.exact.redis import RedisStore, connect
+from headrace.gateway.caches.exact.redis import RedisStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.database import Database
+from headrace.gateway.redis_client import connect
 from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TokenUsage
 from headrace.observe import metrics
 

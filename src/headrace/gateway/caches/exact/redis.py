@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import math
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from headrace.errors import HeadraceError
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.exact.entry_store import CacheSize, LookupBatcher, StoreLookup
 from headrace.gateway.caches.invalidation_log import InvalidationScope
 
 _TOKEN_BYTES: Final = 12
 _MAX_WRITES: Final = 16  # at once, so that connections are left for reads
-_CONNECTIONS: Final = 24
 
 
 class RedisPipeline(Protocol):
@@ -52,30 +49,6 @@ class RedisClient(Protocol):
     def pipeline(self, transaction: bool) -> RedisPipeline: ...
 
     async def aclose(self) -> None: ...
-
-
-def connect(url: str, *, seconds: float = 0.05) -> RedisClient:
-    """Return a client that connects on first use. `seconds`: timeout of one connect, write or read. HeadraceError if
-    the package is missing or the URL is invalid."""
-    try:
-        client: Any = importlib.import_module("redis.asyncio")
-        retry: Any = importlib.import_module("redis.asyncio.retry")
-        backoff: Any = importlib.import_module("redis.backoff")
-    except ImportError:
-        raise HeadraceError("The cache in Redis needs an extra. Install headrace[redis].") from None
-    try:
-        pool = client.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_CONNECTIONS,
-            timeout=1.0,  # seconds to wait for a free connection
-            socket_timeout=seconds,
-            socket_connect_timeout=seconds,
-            # One attempt: callers have a timeout, and the breaker decides about retries.
-            retry=retry.Retry(backoff.NoBackoff(), 0),
-        )
-        return client.Redis.from_pool(pool)
-    except ValueError as error:
-        raise HeadraceError(f"The cache's Redis URL is invalid: {error}") from None
 
 
 class RedisStore:

@@ -24,10 +24,11 @@ from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.exact.entry_store import CacheSize, EntryStore, GuardedStore
 from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.caches.exact.redis import RedisStore, connect
+from headrace.gateway.caches.exact.redis import RedisStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.database import Database
+from headrace.gateway.redis_client import connect
 from headrace.observe import metrics
 
 ResultKind = Literal["embedding", "retrieval", "http", "sql", "tool", "stage", "answer", "prefetch"]

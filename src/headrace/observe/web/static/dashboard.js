@@ -174,6 +174,17 @@
       ["computes", (row) => rate(row.operations_per_s, "op/s")],
       ["restarts", (row) => number(row.restarts, 0)],
     ], live.engines);
+    by("workers").hidden = !live.workers.length;
+    table(by("workers"), [
+      ["worker", (row) => row.address],
+      ["model", (row) => row.model],
+      ["state", (row) => (row.state === "ready" ? row.state : element("span", "bad", row.state))],
+      ["found by", (row) => (row.discovered ? "registry" : "configuration")],
+      ["requests of this server", (row) => number(row.requests, 0)],
+      ["running", (row) => number(row.announced?.running, 0)],
+      ["waiting", (row) => number(row.announced?.waiting, 0)],
+      ["KV in use", (row) => percent(row.announced?.kv_used_share)],
+    ], live.workers);
     const slice = by("by").value;
     const name = slice.slice(3);
     table(by("slices"), latencyColumns([by("by").selectedOptions[0].text, (row) => row[name] || "–"], live.currency),
