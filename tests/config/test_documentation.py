@@ -98,6 +98,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`[routing.splits.NAME]`": routing.SplitConfig,
     "`[routing.cascades.NAME]`": routing.CascadeConfig,
     "`[routing.openings.NAME]`": routing.OpeningConfig,
+    "`[routing.rewrites.NAME]`": routing.RewriteConfig,
     "`[routing.chains.NAME]`": routing.ChainConfig,
     "`[[routing.chains.NAME.steps]]`": routing.StepConfig,
     "`[routing.hedges.VARIANT]`": routing.HedgeConfig,

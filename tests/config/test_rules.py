@@ -223,6 +223,13 @@ def test_what_prices_caches_and_shaping_cannot_name_is_refused(text: str, said: 
             "cascades.c = {small = 'mini', large = 'mini', threshold = 0.5}",
             "cascades.c.large: expected a variant other than",
         ),
+        ("rewrites.none = {}", 'rewrites.none: expected a name other than "none"'),
+        ("rewrites.a.variant = 'other'", 'rewrites.a.variant: unknown variant "other"'),
+        ("rewrites.a.surfaces = ['chatt']", 'rewrites.a.surfaces[0]: unknown surface "chatt"'),
+        (
+            "rewrites.a.surfaces = ['chat']\nrewrites.b.surfaces = ['chat']",
+            'rewrites.b.surfaces[0]: "chat" is rewritten by "a" already',
+        ),
         ("chains.c.steps = []", "chains.c.steps: expected at least one step"),
         ("chains.c.steps = [{variant = 'x'}]", 'chains.c.steps[0].variant: unknown variant "x"'),
         ("hedges.maxi = {}", 'hedges.maxi: unknown variant "maxi"'),

@@ -73,6 +73,8 @@ chain = "elsewhere"
 [[routing.rules]]
 name = "four"
 opening = "quick"
+[routing.rewrites.steady]
+surfaces = ["chat"]
 [routing.openings.quick]
 small = "mini@fast"
 large = "mini@golden"
@@ -119,6 +121,7 @@ def test_what_is_left_serves_the_same_names_without_loss(tmp_path: Path) -> None
     assert [rule.variant for rule in safe.routing.rules] == ["mini@golden", "mini", "mini@golden", "mini@golden"]
     routing = safe.routing
     assert (routing.cascades, routing.splits, routing.chains, routing.openings) == ({}, {}, {}, {})
+    assert routing.rewrites == {}
     assert [step.step for step in safe.surfaces["chat"].ladder.steps] == ["refuse"]
     assert [step.step for step in safe.surfaces["voice"].ladder.steps] == ["refuse"]
     assert not safe.surfaces["voice"].ladder.preset

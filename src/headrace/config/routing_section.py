@@ -83,6 +83,20 @@ class OpeningConfig(Section, frozen=True):
     within_s: Seconds = 2.0  # seconds the large variant waits for a sentence to end
 
 
+class RewriteConfig(Section, frozen=True):
+    """A sampled answer is a draft, which is rewritten at temperature 0 before it is cached and served."""
+
+    surfaces: tuple[Text, ...] = ()  # whose requests are rewritten; empty: requests that name this rewrite
+    variant: Text | None = None  # that rewrites; default: the one that wrote the draft
+    above: Annotated[float, Meta(ge=0, le=2)] = 0.0  # temperature above which an answer is a draft
+    instruction: Text = (
+        "Rewrite your last answer in plain, neutral words. Keep every fact, name, number and citation, and add "
+        "nothing. Reply with the rewritten answer only."
+    )
+    keep: tuple[Literal["numbers", "citations"], ...] = ("numbers", "citations")  # else the draft is served
+    within_s: Seconds = 30.0  # seconds that draft and rewrite may take; the draft is served after it
+
+
 class StepConfig(Section, frozen=True):
     variant: Text
     then: AfterBreak = "error"  # when a stream breaks after it began and this step takes over
@@ -150,6 +164,7 @@ class RoutingConfig(Section, frozen=True):
     splits: dict[str, SplitConfig] = field(default_factory=dict[str, SplitConfig])
     cascades: dict[str, CascadeConfig] = field(default_factory=dict[str, CascadeConfig])
     openings: dict[str, OpeningConfig] = field(default_factory=dict[str, OpeningConfig])
+    rewrites: dict[str, RewriteConfig] = field(default_factory=dict[str, RewriteConfig])
     chains: dict[str, ChainConfig] = field(default_factory=dict[str, ChainConfig])
     hedges: dict[str, HedgeConfig] = field(default_factory=dict[str, HedgeConfig])  # by variant
     golden: GoldenConfig = GoldenConfig()

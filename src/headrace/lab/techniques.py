@@ -310,6 +310,15 @@ TECHNIQUES: Final = (
         off=_openings_off,
     ),
     Technique(
+        name="rewrites",
+        area="routing",
+        lossless=False,
+        about="a sampled answer is rewritten at temperature 0; without them, it is served as it was sampled",
+        switch="routing.rewrites",
+        used=lambda config: _names("routing.rewrites", config.routing.rewrites),
+        off=lambda config: replace(config, routing=replace(config.routing, rewrites={})),
+    ),
+    Technique(
         name="fallback chains",
         area="routing",
         lossless=False,

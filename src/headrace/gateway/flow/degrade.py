@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from msgspec.structs import replace
+
 from headrace.gateway.accounts.access import allows_model
 from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.degradation.ladder.ladder_steps import (
@@ -45,8 +47,10 @@ def degrade(state: FlowState) -> None:
     is_routed = bool(state.plan.steps) or state.plan.is_composed
     if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
         exchange.served = services.fleet.served[smaller]
-        state.plan = RoutePlan(smaller, decisions=state.plan.decisions)
+        state.plan = RoutePlan(smaller, rewrite=state.plan.rewrite, decisions=state.plan.decisions)
         degradation.record.add("variant", ShapingChange("variant", served.name, smaller))
+    if state.plan.rewrite is not None:  # a second pass costs as much as the first
+        state.plan = replace(state.plan, serves_draft=True)
     exchange.text_request, changes = cap_answer(text_request, plan)
     degradation.record.add("max_tokens", *changes)
 

@@ -137,7 +137,7 @@ class FlowState(msgspec.Struct):
 
     @property
     def first_tries(self) -> list[VariantCharge]:
-        """A cascade's tries and an opening before the answer; the exchange pays for them too."""
+        """A cascade's tries, an opening or a draft before the answer; the exchange pays for them too."""
         generation = self.generation
         charges = generation.charges if isinstance(generation, CompositeAnswerer) else []
-        return [charge for charge in charges if charge.charged and charge.role in ("first try", "opening")]
+        return [charge for charge in charges if charge.charged and charge.role in ("first try", "opening", "draft")]

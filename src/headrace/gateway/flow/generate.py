@@ -9,11 +9,14 @@ from headrace.gateway.caches.exact.in_flight import JoinTerms
 from headrace.gateway.flow.flow_state import FlowState
 from headrace.gateway.flow.shared_generation import SharedGeneration
 from headrace.gateway.routing.composite_answerer import derive_exchange
+from headrace.gateway.routing.rewrite import STAGE as REWRITE
 
 
 async def generate(state: FlowState) -> None:
     exchange, services, lookup = state.exchange, state.services, state.lookups.exact
     dispatcher = services.dispatcher
+    if state.plan.serves_draft:
+        exchange.notes[REWRITE] = {"kept_draft": "the surface is under pressure"}
     if services.exact is not None and lookup is not None and lookup.access.reads:
         shared, plan = derive_exchange(exchange, exchange.served, exchange.text_request), state.plan
         # A generation that may be retried unheard is not for clients that receive it as it comes.

@@ -37,6 +37,7 @@ from headrace.gateway.flow.shape import prime, shape
 from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TakeDelta
 from headrace.gateway.routing.golden import failed_golden_check
 from headrace.gateway.routing.plan_composer import routing_decisions
+from headrace.gateway.routing.rewrite import with_draft_seed
 from headrace.gateway.routing.router import RoutePlan, route_headers
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
@@ -85,6 +86,7 @@ class TextFlow:
         if observers := state.services.answer_observers:
             state.observed = ObservedAnswer.of(observers, self.exchange, state.plan, requested)
         degrade(state)
+        _seed_draft(state)
         timeline.enter("shape")
         await shape(state)
         await prime(state)
@@ -174,6 +176,15 @@ def _route(state: FlowState) -> None:
     if exchange.served.kind != "decoder":
         message = f"'{exchange.served.name}' {exchange.served.purpose}. Use a model that generates text."
         raise ApiError(message, parameter="model")
+
+
+def _seed_draft(state: FlowState) -> None:
+    """Make an answer that is rewritten repeatable, as far as the variants take seeds."""
+    exchange, plan = state.exchange, state.plan
+    if plan.rewrite is not None and state.services.dispatcher.takes_seeds(plan):
+        exchange.text_request = with_draft_seed(exchange.text_request)
+        if (original := state.degradation.original) is not None:
+            original.text_request = with_draft_seed(original.text_request)
 
 
 def _needs_inspection(state: FlowState) -> bool:

@@ -77,6 +77,7 @@ class TextRequest(GenerationParams, frozen=True, kw_only=True):
     profile: str = "standard"
     cache: str = "on"  # "off": nothing of this prompt is read from the prefix cache of others of the tenant
     degrade: DegradeMode | None = None  # what may become of the answer under pressure; None: all that is declared
+    rewrite: str | None = None  # the rewrite of a sampled answer; "none": no rewrite. None: the surface's
     user: str | None = None
     metadata: Mapping[str, str] = {}
     pipeline: PipelineOptions = PipelineOptions()

@@ -19,6 +19,8 @@ from headrace.gateway.routing.golden import AnswerCheck
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.opening import ROLE
 from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
+from headrace.gateway.routing.rewrite import STAGE as REWRITE
+from headrace.gateway.routing.rewrite import choose_rewrite, why_not_rewritten
 from headrace.gateway.routing.router import RoutePlan, Router
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
@@ -36,6 +38,7 @@ class Dispatcher:
     def __init__(self, config: RoutingConfig, fleet: Fleet) -> None:
         self._fleet = fleet
         self._golden = config.golden
+        self._rewrites = config.rewrites
         self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
         self.router = Router(
             config, self._why_unavailable, reads_images=lambda variant: fleet.variant(variant).reads_images
@@ -48,15 +51,40 @@ class Dispatcher:
         )
 
     def route(self, exchange: Exchange) -> RoutePlan:
-        if exchange.served.adapter is not None:
-            return RoutePlan(exchange.served.name)  # no other variant gives the answers of an adapter
+        if exchange.served.adapter is not None:  # no other variant gives the answers of an adapter
+            return self._with_rewrite(exchange, RoutePlan(exchange.served.name))
         plan = RoutePlan(exchange.served.name) if self.router.idle else self.router.route(exchange)
         if plan.opening is not None and (why := self._why_not_opened(plan.variant, plan.opening.small)) is not None:
             decisions = (*plan.decisions, RoutingDecision(ROLE, plan.variant, f"answers alone: {why}"))
             plan = replace(plan, opening=None, decisions=decisions)
+        plan = self._with_rewrite(exchange, plan)
         if self.canaries.by_control:
             plan = self.canaries.apply(exchange, plan)
         return self._with_golden(exchange, plan) if self._golden.checks else plan
+
+    def _with_rewrite(self, exchange: Exchange, plan: RoutePlan) -> RoutePlan:
+        """Add the rewrite that the request names or its surface has. ApiError for a name that does not exist."""
+        found = choose_rewrite(self._rewrites, exchange)
+        if found is None:
+            return plan
+        name, config = found
+        why = why_not_rewritten(exchange.text_request)
+        if why is None and config.variant is not None:
+            if exchange.served.adapter is not None:
+                why = "no other variant gives the answers of an adapter"
+            elif (reason := self._why_unavailable(config.variant)) is not None:
+                why = f"{config.variant}: {reason}"
+        if why is not None:
+            decision = RoutingDecision(REWRITE, plan.variant, f"not by {name}: {why}")
+            return replace(plan, decisions=(*plan.decisions, decision))
+        decision = RoutingDecision(REWRITE, config.variant or plan.variant, f"by {name}")
+        # The text that a client has of an opening cannot be rewritten.
+        return replace(plan, opening=None, rewrite=config, decisions=(*plan.decisions, decision))
+
+    def takes_seeds(self, plan: RoutePlan) -> bool:
+        """True if our own engines alone may answer: upstreams need not know seeds."""
+        names = {*plan.variants, *(step.variant for step in plan.steps)}
+        return all(self._fleet.variant(name).upstream is None for name in names)
 
     def _why_not_opened(self, large: str, small: str) -> str | None:
         """Return why two variants cannot write one answer together."""
@@ -90,7 +118,8 @@ class Dispatcher:
 
     def generation(self, exchange: Exchange, plan: RoutePlan) -> Answerer:
         """Return what carries out the plan. Nothing of it runs yet."""
-        is_plain = not plan.steps and not plan.golden and not plan.is_composed and plan.variant not in self._hedgings
+        composes = plan.steps or plan.golden or plan.is_composed or plan.rewrite is not None
+        is_plain = not composes and plan.variant not in self._hedgings
         if is_plain and self.router.idle and not plan.arm:
             return self._plain(exchange)
         for decision in plan.decisions:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, cast
 
-from headrace.config.routing_section import GoldenConfig, HedgeConfig
+from msgspec.structs import replace
+
+from headrace.config.routing_section import GoldenConfig, HedgeConfig, RewriteConfig
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.breaker_answerer import BreakerAnswerer
 from headrace.gateway.routing.cascade import CascadeAnswerer
@@ -29,6 +31,7 @@ from headrace.gateway.routing.golden import AnswerCheck, GoldenAnswerer
 from headrace.gateway.routing.health import VariantHealth
 from headrace.gateway.routing.hedge import HedgedAnswerer, HedgePolicy
 from headrace.gateway.routing.opening import OpeningAnswerer
+from headrace.gateway.routing.rewrite import RewriteAnswerer
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
@@ -77,6 +80,8 @@ class PlanComposer:
                 return OpeningAnswerer(whole, opener, continuer, opening, clock=self._clock)
 
             factory = make_opening
+        if plan.rewrite is not None and not plan.serves_draft:
+            factory = self._rewritten(exchange, plan.variant, factory, plan.rewrite)
         if plan.golden:
             checked, better = factory, self._variant(exchange, plan.golden, True)
 
@@ -92,12 +97,31 @@ class PlanComposer:
         return FallbackAnswerer(
             exchange,
             steps,
-            patience=max(plan.patience, self._golden.within_s) if plan.golden else plan.patience,
+            patience=self._patience(plan),
             diverged=cast(Literal["restart", "error"], plan.diverged),
             whole=not exchange.text_request.stream,
             settled=self._settled,
             clock=self._clock,
         )
+
+    def _patience(self, plan: RoutePlan) -> float:
+        """Return the seconds until a first output, with those in which an answer is held."""
+        held = [self._golden.within_s] if plan.golden else []
+        if plan.rewrite is not None and not plan.serves_draft:
+            held.append(plan.rewrite.within_s)
+        return max(plan.patience, *held) if held else plan.patience
+
+    def _rewritten(
+        self, exchange: Exchange, variant: str, draft: AnswererFactory, config: RewriteConfig
+    ) -> AnswererFactory:
+        # Another prompt than the draft's, so not with the exchange's tokens.
+        rewriter = self._variant(replace(exchange, prompts={}), config.variant or variant, True)
+
+        def make_rewrite(text_request: TextRequest) -> Answerer:
+            whole = derive_exchange(exchange, exchange.served, text_request)
+            return RewriteAnswerer(whole, draft, rewriter, config, clock=self._clock)
+
+        return make_rewrite
 
     def _variant(self, exchange: Exchange, variant: str, alone: bool) -> AnswererFactory:
         hedging = self._hedgings.get(variant)

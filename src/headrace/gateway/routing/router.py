@@ -15,7 +15,14 @@ from zoneinfo import ZoneInfo
 import msgspec
 from msgspec.structs import replace
 
-from headrace.config.routing_section import CascadeConfig, ChainConfig, OpeningConfig, RoutingConfig, StepConfig
+from headrace.config.routing_section import (
+    CascadeConfig,
+    ChainConfig,
+    OpeningConfig,
+    RewriteConfig,
+    RoutingConfig,
+    StepConfig,
+)
 from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
@@ -46,6 +53,8 @@ class RoutePlan(msgspec.Struct, frozen=True):
     decisions: tuple[RoutingDecision, ...] = ()
     golden: str = ""  # variant that answers instead if the answer fails a check
     opening: OpeningConfig | None = None  # its small model begins the answer
+    rewrite: RewriteConfig | None = None  # what these variants say is a draft, and is rewritten
+    serves_draft: bool = False  # under pressure: it is not rewritten, but a rewritten answer of the cache is served
     arm: Literal["", "control", "candidate"] = ""  # of the canary that the request takes part in
     control: str = ""  # its control
 
@@ -62,9 +71,16 @@ class RoutePlan(msgspec.Struct, frozen=True):
     @property
     def recipe(self) -> str:
         """What makes its answers others than those of `variant`, for the caches' keys."""
-        if self.opening is not None:
-            return f"opening {self.opening}"
-        return self.small or ""
+        parts = [f"opening {self.opening}" if self.opening is not None else self.small or ""]
+        if self.rewrite is not None:
+            parts.append(f"rewrite {self.rewrite}")
+        return "\n".join(parts)
+
+    @property
+    def variants(self) -> set[str]:
+        """The variants whose answers are those of the plan, and not a fallback's."""
+        named = (self.variant, self.small, None if self.rewrite is None else self.rewrite.variant)
+        return {name for name in named if name is not None}
 
     def headers(self, later: Sequence[RoutingDecision] = ()) -> dict[str, str]:
         """Return the header. `later`: decisions made while answering."""

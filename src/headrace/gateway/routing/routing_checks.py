@@ -15,6 +15,7 @@ from headrace.config.toml_text import key_path, quoted
 from headrace.gateway.language_detection import LANGUAGES
 from headrace.gateway.routing.calibration import CalibrationError, read_labelled
 from headrace.gateway.routing.complexity import ClassifierError, read_classifier
+from headrace.gateway.routing.rewrite import NO_REWRITE
 from headrace.gateway.routing.rules import parse_hours
 from headrace.gateway.routing.splits import Split
 from headrace.surfaces import SURFACES
@@ -71,6 +72,7 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
         yield from _known("variant", opening.large, variants, f"{here}.large")
         if opening.small == opening.large:
             yield f"{here}.large", "expected a variant other than `small`"
+    yield from _rewrites(config, variants, where)
     for name, chain in config.chains.items():
         yield from _chain(chain, variants, f"{where}.{key_path('chains', name)}")
     for variant, hedge in config.hedges.items():
@@ -129,6 +131,21 @@ def _when(when: RuleConditions, where: str) -> Iterator[Finding]:
         most: Any = getattr(when, f"most_{name}")
         if least is not None and most is not None and least > most:
             yield f"{where}.most_{name}", f"expected at least least_{name}, {least:g}, found {most:g}"
+
+
+def _rewrites(config: RoutingConfig, variants: Collection[str], where: str) -> Iterator[Finding]:
+    by_surface: dict[str, str] = {}
+    for name, rewrite in config.rewrites.items():
+        here = f"{where}.{key_path('rewrites', name)}"
+        if name == NO_REWRITE:
+            yield here, f'expected a name other than "{NO_REWRITE}", with which a request declines to be rewritten'
+        if rewrite.variant is not None:
+            yield from _known("variant", rewrite.variant, variants, f"{here}.variant")
+        for place, surface in enumerate(rewrite.surfaces):
+            yield from _known("surface", surface, SURFACES, f"{here}.surfaces[{place}]")
+            other = by_surface.setdefault(surface, name)
+            if other != name:
+                yield f"{here}.surfaces[{place}]", f"{quoted(surface)} is rewritten by {quoted(other)} already"
 
 
 def _chain(chain: ChainConfig, variants: Collection[str], where: str) -> Iterator[Finding]:

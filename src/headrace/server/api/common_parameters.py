@@ -31,6 +31,7 @@ from headrace.surfaces import MOST_PRIORITY, SURFACES
 
 Surface = Literal[tuple(SURFACES)]  # pyright: ignore[reportInvalidTypeForm]
 Milliseconds = Annotated[float, Meta(gt=0, le=86_400_000)]
+RewriteName = Annotated[str, Meta(min_length=1, max_length=64)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 MOST_SEED: Final = 2**63 - 1
 MOST_SOURCES: Final = 256  # in one request, before the best of them are selected
@@ -132,6 +133,9 @@ EXTRAS: Final = {
     "cache": Parameter("off: computes the prompt anew and neither reads nor fills a cache.", Literal["on", "off"]),
     "speculate": Parameter("false: no draft tokens. The answer is the same, and its tokens come one at a time.", bool),
     "degrade": Parameter("Degradation allowed under pressure: on, off, or a list of steps.", DegradeMode),
+    "rewrite": Parameter(
+        "Name of a declared rewrite: the sampled answer is rewritten at temperature 0. none: it is not.", RewriteName
+    ),
     "pipeline": Parameter(
         "For models named pipeline/NAME: `filters`, `approvals` and `detail`, as of /v1/pipelines/NAME.", PipelineField
     ),
@@ -288,6 +292,7 @@ def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[s
         "seeded": given.get("seed") is not None,
         "sources": parse_sources(given.get("sources") or (), most=MOST_SOURCES),
         "overflow": given.get("overflow", "drop" if given.get("truncation") == "auto" else None),
+        "rewrite": given.get("rewrite"),
         "user": given.get("safety_identifier", given.get("user")),
         "metadata": given.get("metadata") or {},
         "pipeline": _read_pipeline(given.get("pipeline")),

@@ -66,6 +66,7 @@ OTHER_WITHOUT_EFFECT: dict[str, Any] = {
     "seeded": True,
     "sources": (SourceText("mill", "The mill is old."),),
     "overflow": "drop",
+    "rewrite": "steady",
     "degrade": "off",
     "user": "somebody",
     "metadata": {"order": "17"},

@@ -91,6 +91,7 @@ ASKING: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "metadata": ({"metadata": {"a": "b"}}, None),
     "sources": ({"sources": (SourceText("a", "A text"),)}, None),
     "overflow": ({"overflow": "drop"}, None),
+    "rewrite": ({"rewrite": "steady"}, None),
     "seeded": ({"seeded": True}, None),
     "degrade": ({"degrade": "off"}, None),
     "pipeline": ({"pipeline": PipelineOptions(filters={"year": 2026})}, None),

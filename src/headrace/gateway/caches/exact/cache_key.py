@@ -51,6 +51,7 @@ WITHOUT_EFFECT: Final = {
     "sources": "they are in the messages by then",
     "overflow": "how the messages were made to fit; the prompt says to what",
     "degrade": "how much less is done; what of it shapes the answer is in the key by itself",
+    "rewrite": "what rewrites the answer is in the key",
     "user": "kept for the log",
     "pipeline": "only pipelines read it, and the requests that they make have none",
     "metadata": "handed back by the endpoint; its cache_tags are in the key as tags",

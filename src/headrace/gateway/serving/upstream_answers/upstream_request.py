@@ -63,6 +63,7 @@ FIELD_HANDLING: Final[Mapping[str, str]] = {
     "sources": "done here: already part of the messages",
     "overflow": "done here: the messages are already shortened",
     "seeded": "done here: it decides whether an answer may be cached",
+    "rewrite": "done here: after the answer",
     "degrade": "done here: before anything is sent",
     "pipeline": "done here: pipelines run in this server",
     "sampling": "each of its fields",

@@ -1,0 +1,85 @@
+"""Rewrites through the server: the cache, the mark, the header, the ledger and pressure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.config import PriceConfig
+from headrace.config.cache_section import ExactConfig
+from headrace.config.routing_section import RewriteConfig, RoutingConfig
+from tests.gateway.routing.test_routing_served import content, routed
+from tests.support.caching_server import RED
+from tests.support.running_server import asynchronous, words
+
+PRICES = {"mini": PriceConfig(input=10.0, output=100.0), "calm": PriceConfig(input=1.0, output=10.0)}
+
+
+CACHE = ExactConfig(mode="on")
+
+
+def rewriting(**changes: object) -> RoutingConfig:
+    return RoutingConfig(rewrites={"steady": RewriteConfig(**changes)})  # pyright: ignore[reportArgumentType]
+
+
+@asynchronous
+async def test_a_sampled_answer_is_rewritten_once_and_then_served_from_the_cache(tmp_path: Path) -> None:
+    async with routed(tmp_path, rewriting(surfaces=("chat",), variant="calm"), "calm", prices=PRICES, exact=CACHE) as (
+        running,
+        engines,
+    ):
+        first = await running.chat("Hello", key=RED, temperature=0.9)
+        assert content(first) == "calm says so"
+        assert first.json["model"] == "calm"
+        assert first.json["headrace"]["rewrite"]["draft_variant"] == "mini"
+        assert first.headers["x-headrace-route"].startswith("rewrite calm (by steady)")
+        drafted, rewritten = engines["mini"].streams[0].request, engines["calm"].streams[0].request
+        assert (drafted.sampling.temperature, rewritten.sampling.temperature) == (0.9, 0.0)
+        assert len(rewritten.prompt) > len(drafted.prompt)
+        rows = {row["variant"]: row for row in await running.usage(by="variant")}
+        assert {name: row["output_tokens"] for name, row in rows.items()} == {
+            "mini": first.json["usage"]["completion_tokens"] - 3,
+            "calm": 3,
+        }
+        again = await running.chat("Hello", key=RED, temperature=0.9)
+        assert content(again) == "calm says so"
+        assert again.headers["x-headrace-cache"].startswith("exact")
+        assert "rewrite" not in again.json["headrace"]
+        streamed = await running.chat("Hello", key=RED, temperature=0.9, stream=True)
+        assert streamed.text == "calm says so"
+        assert (len(engines["mini"].streams), len(engines["calm"].streams)) == (1, 1)
+        # The same request without a rewrite is another one, which the cache does not keep.
+        plain = await running.chat("Hello", key=RED, temperature=0.9, rewrite="none")
+        assert content(plain) != "calm says so"
+        assert "x-headrace-cache" not in plain.headers
+
+
+@asynchronous
+async def test_a_draft_that_is_served_is_not_cached(tmp_path: Path) -> None:
+    async with routed(tmp_path, rewriting(variant="calm"), "calm", exact=CACHE) as (running, engines):
+        engines["calm"].answer = words("It was 1999")
+        for _ in range(2):
+            answer = await running.chat("Hello", key=RED, temperature=0.9, rewrite="steady")
+            assert answer.json["headrace"]["rewrite"] == {"kept_draft": "the rewrite changes numbers"}
+            assert answer.json["model"] == "mini"
+        first, again = engines["mini"].streams
+        assert first.request.sampling == again.request.sampling  # the draft is the same all the same
+
+
+@asynchronous
+async def test_a_request_names_a_rewrite_or_is_served_as_it_is(tmp_path: Path) -> None:
+    async with routed(tmp_path, rewriting(), "calm") as (running, engines):
+        engines["mini"].answer = words("mini ", "says")
+        plain = await running.chat("Hello", key=RED, temperature=0.9)
+        assert "x-headrace-route" not in plain.headers
+        named = await running.chat("Hello", key=RED, temperature=0.9, rewrite="steady")
+        assert named.json["headrace"]["rewrite"]["variant"] == "mini"
+        assert len(engines["mini"].streams) == 3
+        for changes, why in (
+            ({"ignore_eos": True}, "the answer has a fixed length"),
+            ({"logprobs": True}, "log-probabilities are"),
+        ):
+            answer = await running.chat("Hello", key=RED, temperature=0.9, rewrite="steady", **changes)
+            assert answer.status == 200, answer.text
+            assert f"rewrite mini (not by steady: {why}" in answer.headers["x-headrace-route"]
+        wrong = await running.chat("Hello", key=RED, rewrite="stead")
+        assert (wrong.status, wrong.error["param"]) == (400, "rewrite")
