@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
@@ -15,10 +18,10 @@ from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors, packed_size
 from headrace.models.precision import Precision
-from headrace.models.weight_choice import choose_plan, describe_choice
+from headrace.models.weight_choice import choose_plan, describe_choice, prediction_tensors
 from tests.models.quantised.quantised_models import GROUP, SCHEMES, Quantised, build_quantised, gptq
 from tests.models.tiny_configs import CONTEXT
-from tests.models.tiny_models import prompt
+from tests.models.tiny_models import build, prompt
 
 Built = Callable[[str], Quantised]
 OWN = {
@@ -160,3 +163,28 @@ def test_zeros_of_a_file_that_claims_to_be_symmetric_are_refused(tmp_path: Path)
     with pytest.raises(ModelError, match="Has zeros other than 8") as caught:
         load_tensors(folder, choose_plan(folder), _core.Pool(1), cache=None)
     assert caught.value.tensor == "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "extra"),
+    [
+        ("deepseek-v3", "num_nextn_predict_layers", ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")),
+        ("qwen3.5", "mtp_num_hidden_layers", ("mtp.fc.weight", "mtp.layers.0.mlp.down_proj.weight")),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_named_and_not_used(
+    name: str, key: str, extra: tuple[str, ...], tmp_path: Path
+) -> None:
+    build(name, tmp_path)
+    plain = open_model(tmp_path)
+    assert prediction_tensors(plain) == []
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), **{each: torch.zeros(4, 4) for each in extra}}, path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: 1}))
+    folder = open_model(tmp_path)
+    assert folder.spec == plain.spec
+    assert prediction_tensors(folder) == sorted(extra)
+    assert describe_choice(folder, choose_plan(folder)) == (
+        "2 tensors of layers that predict further tokens are not used"
+    )

@@ -7,6 +7,7 @@ everything else goes to the nearest richer precision. Does not read weights.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -23,6 +24,8 @@ from headrace.models.spec import is_product
 _RICHER: Final = Precision("int8", 32, rotated=True)
 _LONGEST: Final = 128  # inputs of a group: activations are rounded per group too, so long groups are divided
 _UNIT: Final = 32  # inputs; the kernels' groups are multiples of it
+# Layers after the last one of a model predict further tokens, as those do whose name has a part "mtp".
+_LAYER: Final = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d{1,6})\.")
 
 
 def choose_plan(
@@ -44,7 +47,26 @@ def choose_plan(
 
 
 def describe_choice(folder: ModelFolder, plan: WeightPlan) -> str:
-    """Return what most weights became and why; empty if nothing was chosen."""
+    """Return what most weights became and why, and which are left out; empty if nothing was chosen."""
+    count = len(prediction_tensors(folder))
+    unused = f"{count} tensors of layers that predict further tokens are not used" if count else ""
+    return "; ".join(filter(None, (_describe_precision(folder, plan), unused)))
+
+
+def prediction_tensors(folder: ModelFolder) -> list[str]:
+    """Return the tensors in the files that belong to layers that predict further tokens (multi-token prediction)."""
+    layers = len(folder.spec.layers)
+    return sorted(name for name in folder.weights.names if _predicts(name, layers))
+
+
+def _predicts(name: str, layers: int) -> bool:
+    if name.startswith("mtp.") or ".mtp." in name:
+        return True
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) >= layers
+
+
+def _describe_precision(folder: ModelFolder, plan: WeightPlan) -> str:
     if not plan.stored or isinstance(folder.weights, ModelWeights):
         return ""
     if isinstance(folder.weights, GgufWeights):

@@ -22,7 +22,14 @@ from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 
 architectures: tuple[str, ...] = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-ignored: tuple[str, ...] = ("intermediate_size",)  # a mixture may have no dense layer
+ignored: tuple[str, ...] = (
+    "intermediate_size",  # a mixture may have no dense layer
+    # The layers that predict further tokens are not used.
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+)
 
 _NAMES: TensorNames = {
     **QWEN_NAMES,
