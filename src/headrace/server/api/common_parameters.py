@@ -19,6 +19,7 @@ from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import invalid_request
 from headrace.gateway.degradation.shaping.sources import SourceField, parse_sources
+from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX
 from headrace.gateway.requests.text_request import PipelineOptions
 from headrace.server.http.body_parameters import (
     Parameter,
@@ -222,9 +223,11 @@ def check_stream_options(given: Mapping[str, Any]) -> None:
 
 
 def build_sampling(given: Mapping[str, Any], *, logprobs: int | None) -> SamplingParams:
+    """Return how tokens are chosen. A pipeline answers from sources, so it samples only if the request says so."""
     seed = given.get("seed")
+    usual = 0.0 if given.get("model", "").startswith(PIPELINE_PREFIX) else 1.0
     return SamplingParams(
-        temperature=given.get("temperature", 1.0),
+        temperature=given.get("temperature", usual),
         top_p=max(given.get("top_p", 1.0), 1e-6),
         top_k=max(given.get("top_k", 0), 0),
         min_p=given.get("min_p", 0.0),

@@ -42,6 +42,22 @@ def named_events(answer: Answer) -> list[tuple[str, Any]]:
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
 
 
+@asynchronous
+async def test_a_pipeline_samples_only_if_the_request_says_so(tmp_path: Path) -> None:
+    question = {"input": "Which port?"}
+    async with piped(tmp_path) as running:
+        for path, body, expected in (
+            ("/v1/pipelines/docs", question, 0.0),
+            ("/v1/pipelines/docs", {**question, "temperature": 0.7}, 0.7),
+            ("/v1/chat/completions", CHAT, 0.0),
+            ("/v1/chat/completions", {**CHAT, "temperature": 0.7}, 0.7),
+            ("/v1/chat/completions", {**CHAT, "model": "mini"}, 1.0),
+        ):
+            answer = await running.ask("POST", path, body)
+            assert answer.status == 200, answer.json
+            assert running.engine.streams[-1].request.sampling.temperature == expected
+
+
 def test_a_pipeline_answers_with_sources_citations_and_its_stages(tmp_path: Path) -> None:
     @asynchronous
     async def it() -> None:

@@ -46,5 +46,5 @@ def read_pipeline_request(
     if question is not None:
         given["messages"] = [ChatInputMessage("user", question)]
     field = PipelineField(**{key: given.pop(key) for key in PIPELINE_FIELDS if key in given})
-    request = build_chat_request(given, headers, limits)
-    return request.but(model=f"{PIPELINE_PREFIX}{name}", pipeline=field.options())
+    request = build_chat_request({**given, "model": f"{PIPELINE_PREFIX}{name}"}, headers, limits)
+    return request.but(pipeline=field.options())
