@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 MOST_PRIORITY: Final = 10
 PATIENCE_SERVICES: Final = 32.0
 MOST_WEIGHT: Final = 1000.0
+MOST_GATHER: Final = 0.05  # seconds
 
 
 class Surface(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,8 @@ class Surface(msgspec.Struct, frozen=True, kw_only=True):
     # A request that would wait longer than this, or than 32 times its own prompt's computation if that is more, is
     # rejected rather than queued.
     patience: float = math.inf
+    # A step of an idle engine may wait so long for more prompts, if the rate of arrivals says that they come.
+    gather: float = 0.0
     background: bool = False  # runs only in the capacity that the others leave
 
 
@@ -53,6 +56,7 @@ class SurfaceOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     itl: _Seconds | None = None
     weight: Annotated[float, msgspec.Meta(ge=1 / MOST_WEIGHT, le=MOST_WEIGHT)] | None = None
     patience: _Seconds | None = None
+    gather: Annotated[float, msgspec.Meta(ge=0, le=MOST_GATHER)] | None = None
 
 
 def surfaces_with(changes: Mapping[str, SurfaceOptions]) -> Mapping[str, Surface]:

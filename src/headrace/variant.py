@@ -32,6 +32,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     max_sequences: int = 64  # running at once
     queued_sequences: int = 4096  # waiting
+    batch_mode: str = "gaps"  # "gaps": batch work fills what others leave; "throughput": the most tokens/s of batches
     prefix_cache: bool = True
     speculation: str = "ngram"  # "ngram", "none", "model": with draft_model, or "self": with skip_layers
     draft_model: str | None = None

@@ -26,6 +26,7 @@ from tests.support.config_text import mistakes
         ("models.a.options.weights = 'int3'", "models.a.options.weights: Unknown precision 'int3'"),
         ("models.a.variants.x.kv = 'f8'", "models.a.variants.x.kv: Unknown KV type 'f8'"),
         ("models.a.options.speculation = 'x'", "models.a.options.speculation: 'speculation' must be one of"),
+        ("models.a.options.batch_mode = 'x'", "models.a.options.batch_mode: 'batch_mode' must be one of"),
         ("models.a = {options.kv = 'f8', variants.x = {}}", "models.a.options.kv: Unknown KV type 'f8'"),
         ("models.a.options.max_rows = 0", "models.a.options.max_rows: 'max_rows' must be at least 1, not 0"),
         ("keys = [{name='a', key='x'}, {name='a', key='y'}]", 'keys[1].name: duplicate name "a": keys[0] has it too'),

@@ -50,7 +50,7 @@ from headrace.config.value_types import (
 )
 from headrace.config.worker_section import AutoscaleConfig, WorkersConfig
 from headrace.errors import HeadraceError
-from headrace.surfaces import SurfaceOptions
+from headrace.surfaces import MOST_GATHER, SurfaceOptions
 from headrace.variant import DEFAULT_MODEL, Variant
 
 __all__ = [
@@ -201,6 +201,7 @@ class SurfaceConfig(Section, frozen=True):
     itl_ms: Milliseconds | None = None
     weight: Weight | None = None
     patience_s: Seconds | None = None
+    gather_ms: Annotated[float, Meta(ge=0, le=1000 * MOST_GATHER)] | None = None  # a step may wait for more prompts
     deadline_ms: Milliseconds | None = None  # of requests that set none
     max_tokens: Count | None = None  # of answers to requests that set none, without tools and grammar
     limits: LimitSet = LimitSet()  # on all requests on this surface together
@@ -232,7 +233,8 @@ class StorageConfig(Section, frozen=True):
     conversation_hours: Hours = 720.0  # hours a conversation is kept after its last change
     background_running: Count = 64  # background responses running at once
     batch_requests: Count = 50_000  # requests per batch
-    batch_running: Count = 32  # batch requests running at once
+    # batch requests running at once; None: 32, or what fills the variants with batch_mode = "throughput"
+    batch_running: Count | None = None
 
     @property
     def path(self) -> Path:
@@ -347,6 +349,7 @@ def _in_seconds(surface: SurfaceConfig) -> SurfaceOptions:
         itl=None if surface.itl_ms is None else surface.itl_ms / 1e3,
         weight=surface.weight,
         patience=surface.patience_s,
+        gather=None if surface.gather_ms is None else surface.gather_ms / 1e3,
     )
 
 

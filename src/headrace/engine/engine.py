@@ -285,6 +285,10 @@ class Engine:
         """Seconds that the step under way has run; 0 if there is none."""
         return 0.0 if self._step is None else self._clock() - self._step.launched
 
+    def gather(self) -> float:
+        """Return the seconds that the next step should wait for more requests to share it."""
+        return self.scheduler.gather(self._clock())
+
     def begin(self) -> StepTicket | None:
         """Plan and launch a step. Return None if there is nothing to compute."""
         assert self._step is None, "a step is under way"

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from typing import Final
 
+from headrace.config import Config, variants_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.pipelines.collections.collections import Collections
@@ -23,6 +24,19 @@ from headrace.server.endpoint_context import EndpointContext
 log: Final = logging.getLogger(__name__)
 
 SWEEP_SECONDS: Final = 600.0
+_BATCH_RUNNING: Final = 32
+
+
+def batch_running(config: Config) -> int:
+    """Return how many requests of batches run at once: of a variant for throughput, twice what it runs, so that its
+    next ones wait in its own queue."""
+    filled = [
+        2 * variant.max_sequences
+        for name, model in config.models.items()
+        for variant in variants_of(name, model, config.surfaces).values()
+        if variant.batch_mode == "throughput"
+    ]
+    return max([_BATCH_RUNNING, *filled])
 
 
 class DurableState:
@@ -43,7 +57,7 @@ class DurableState:
             self.files,
             runner.run,
             storage,
-            running=storage.batch_running,
+            running=storage.batch_running or batch_running(context.config),
             line_values=context.config.limits.values,
         )
         self.collections = Collections.from_config(context.config.collections, storage.path, context.services)

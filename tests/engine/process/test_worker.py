@@ -194,6 +194,21 @@ def test_a_ping_is_answered_while_steps_run(worker: Worker, path: Path) -> None:
     assert second.steps >= first.steps + 399
 
 
+def test_a_step_that_gathers_waits_for_what_comes(
+    worker: Worker, path: Path, opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened.engine
+    monkeypatch.setattr(engine, "gather", lambda: 1e-3 if engine.scheduler.stats().waiting == 1 else 0.0)
+    before = engine.timing.steps
+    with Peer(path) as peer:
+        peer.send(submit("a"), wire.Ping(1))
+        pong = peer.expect(wire.Pong)  # the worker is not asleep while it gathers
+        peer.send(submit("b", prompt=PROMPT[::-1]))
+        peer.answers("a", "b")
+    assert pong.steps == before
+    assert engine.timing.steps == before + 16  # all of them together
+
+
 def test_an_idle_worker_sleeps(worker: Worker, path: Path) -> None:
     with Peer(path) as peer:
         peer.send(submit("a"))

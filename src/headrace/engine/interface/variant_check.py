@@ -12,6 +12,8 @@ from headrace.variant import Variant
 MOST_ROWS: Final = 65_536  # of a step, as the core allows
 SPECULATION: Final = ("none", "ngram", "model", "self")
 
+BATCH_MODES: Final = ("gaps", "throughput")
+
 
 def check_variant(variant: Variant) -> None:
     """Raise RequestError for options that no model and no machine could serve."""
@@ -45,6 +47,10 @@ def check_variant(variant: Variant) -> None:
     if not 1 <= variant.max_sequences <= 4096:
         raise RequestError(
             f"'max_sequences' must be 1 to 4096, not {variant.max_sequences}.", parameter="max_sequences"
+        )
+    if variant.batch_mode not in BATCH_MODES:
+        raise RequestError(
+            f"'batch_mode' must be one of {', '.join(BATCH_MODES)}, not '{variant.batch_mode}'.", parameter="batch_mode"
         )
     _check_tiers(variant)
     surfaces_with(variant.surfaces)

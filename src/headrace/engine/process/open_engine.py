@@ -101,6 +101,8 @@ def open_variant(
         queued_sequences=variant.queued_sequences,
     )
     policy = Policy(surfaces=surfaces_with(variant.surfaces))
+    if variant.batch_mode == "throughput":
+        policy = policy.for_throughput()
     scheduler = Scheduler(blocks, limits, policy, step_time, rope_variant=spec.rope_variant)
     engine = Engine(
         executor,

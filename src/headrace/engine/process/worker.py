@@ -101,6 +101,10 @@ class Worker:
         engine = self.engine
         while not self._over():
             self._serve(0.0)
+            if pause := engine.gather():
+                self._deliver()
+                self._serve(pause)
+                continue
             ticket = engine.begin()
             if ticket is None:
                 self._deliver()

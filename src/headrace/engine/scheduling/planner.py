@@ -18,7 +18,7 @@ from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
 from headrace.engine.scheduling.admission import tokens_in_all
 from headrace.engine.scheduling.cold_prefixes import ColdPrefixes
 from headrace.engine.scheduling.forecast import Forecast
-from headrace.engine.scheduling.policy import Policy, due_time, urgency
+from headrace.engine.scheduling.policy import Policy, due_time, grouped_urgency, urgency
 from headrace.engine.scheduling.running_set import RunningSet
 from headrace.engine.scheduling.step_builder import StepBuilder
 from headrace.engine.scheduling.step_plan import SchedulerLimits
@@ -79,6 +79,8 @@ class Planner:
         job.late = math.inf if job.sequence.output_count else job.due - 2.0 * job.service
         warm = cached / len(request.prompt)
         job.urgency = urgency(request, surface, self._policy, service=job.service, answer=job.answer, warm=warm)
+        if job.background and self._policy.batch_group:
+            job.urgency = grouped_urgency(request, job.urgency, self._policy.batch_group)
 
     def wait_seconds(self, job: SequenceJob, now: float) -> tuple[float, float]:
         """Return the seconds until a new request would start: most likely, and at most, as predicted now."""
@@ -247,6 +249,9 @@ class Planner:
     def _filled(self, hidden: bool, now: float) -> StepBuilder:
         running, limits, forecast = self.running, self._limits, self._forecast
         step = StepBuilder(limits, self._model, hidden=hidden)
+        if self._policy.batch_step and self._only_background():
+            self._fill_background(step, now)
+            return step
         if hidden:
             # This step delays the streams by its whole length.
             base = forecast.base if running.decoding else 0.0
@@ -275,9 +280,31 @@ class Planner:
         sure = self._owed >= least or self._is_idle(step)
         self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
         if not hidden and running.background:
-            running.background = self._along(step, running.background, long if running.decoding else math.inf, _SKIPS)
+            bound = long if running.decoding else math.inf
+            waited_for = any(not job.background for job in step.jobs)
+            if self._policy.batch_step and not running.decoding and waited_for:
+                bound = 0.0  # somebody waits for the first token of this step: it is not made longer
+            running.background = self._along(step, running.background, bound, _SKIPS)
         self._owe(step, rows)
         return step
+
+    def _only_background(self) -> bool:
+        """True if nothing but background work runs or waits."""
+        running = self.running
+        if running.decoding or self.queue.live(SHORT) or self.queue.live(LONG):
+            return False
+        return all(job.background for job in running.prefilling) and all(job.background for job in running.pooling)
+
+    def _fill_background(self, step: StepBuilder, now: float) -> None:
+        """Fill a step for the most tokens/s: every stream, then prompts up to the rows and seconds of a long step."""
+        running = self.running
+        self._forecast.streams(0.0, 0, 0, self._limits.longest_step)
+        if not step.hidden:
+            running.background = self._along(step, running.background, math.inf, _SKIPS)
+        bound = max(self._policy.batch_step, 1.5 * step.seconds)
+        prompts = sorted(running.pooling if step.hidden else running.prefilling, key=_turn)
+        self._give(step, prompts, BACKGROUND, bound, now, least=self._limits.least_rows)
+        self._owed = 0.0
 
     def _streams(self, now: float) -> tuple[list[SequenceJob], list[SequenceJob]]:
         """Return the foreground streams, and apart from them those of tenants over their share while another's prompt

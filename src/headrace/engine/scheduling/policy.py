@@ -7,6 +7,7 @@ ever. Does not know the queue or the step.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Final
 
@@ -31,6 +32,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     late_objective: float = 4.0
     decode_weight: float = 2.0  # prompt tokens that a generated token is charged as; cached tokens are free
     background_share: float = 1 / 32  # of the served tokens, for background work that would otherwise stop
+    # Seconds that a step may last while nothing but background work runs or waits; 0: as any other step.
+    batch_step: float = 0.0
+    # Background work that arrived within so many seconds goes in the order of its beginnings, so that prompts that
+    # begin alike follow each other and reuse what is cached; 0: in order of arrival.
+    batch_group: float = 0.0
     late_turns: int = 4  # one in this many of a tenant's turns goes to a request that can no longer meet its objective
     priority_lead: float = 5.0  # seconds of arrival that one step of priority is worth
     # seconds that a fully cached prompt is worth, so that requests with a hot prefix run together
@@ -43,6 +49,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     rescue: bool = True  # preempt tenants above their share if another's first token would be late
     most_rescues: int = 2  # times that one sequence may be preempted for another's first token
     refuse_unmet: bool = True  # reject at admission what cannot meet its deadline or its surface's patience
+
+    def for_throughput(self) -> Policy:
+        """Return this policy with the most tokens/s for background work that runs alone."""
+        return msgspec.structs.replace(self, batch_step=1.0, batch_group=600.0)
+
+
+_BEGINNING: Final = 32  # leading tokens by which background work is grouped
+
+
+def grouped_urgency(request: GenerationRequest, urgency: float, seconds: float) -> float:
+    """Return the urgency of background work in the order of beginnings, among what arrived within `seconds`."""
+    beginning = repr((request.salt, request.prompt[:_BEGINNING])).encode()
+    return seconds * (math.floor(urgency / seconds) + zlib.crc32(beginning) / 2**32)
 
 
 def due_time(request: GenerationRequest, surface: Surface, service: float) -> float:

@@ -24,6 +24,7 @@ from headrace.engine.interface.request import FinishReason, GenerationRequest, S
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.scheduling.admission import impossible, no_room, tokens_in_all, too_late
 from headrace.engine.scheduling.forecast import Forecast
+from headrace.engine.scheduling.gather_window import GatherStats, GatherWindow
 from headrace.engine.scheduling.planner import Planner
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.running_set import RunningSet
@@ -61,6 +62,7 @@ class SchedulerStats(msgspec.Struct):
     followed: int = 0
     steps: int = 0
     rows: int = 0
+    gather: GatherStats = msgspec.field(default_factory=GatherStats)
     step_error: float = 0.0  # recent mean of |log(measured / predicted)| of step times
 
 
@@ -101,6 +103,8 @@ class Scheduler:
         self._step_ends = 0.0  # as predicted
         self._events: list[SequenceEvent] = []  # not returned yet
         self._draining = False
+        self.window = GatherWindow()
+        self._fresh: list[SequenceJob] = []  # arrived since the last step, on surfaces that gather
         self._counts = SchedulerStats()
 
     @property
@@ -157,6 +161,7 @@ class Scheduler:
         counts.tenants = len(self.queue.accounts)
         counts.preempted, counts.rescues, counts.followed = planner.preempted, planner.rescues, planner.followed
         counts.step_error = self.model.error
+        counts.gather = self.window.stats
         return counts
 
     def capacity(self, now: float) -> Capacity:
@@ -179,6 +184,25 @@ class Scheduler:
         used = streams / self.model.predict(streams, streams * context) if streams else 0.0
         return Capacity(ttft, 1.0 / forecast.row_seconds(), max(0.0, full - used))
 
+    def gather(self, now: float) -> float:
+        """Return the seconds that the next step should wait for more requests to share it; 0: plan it now.
+
+        Only an idle engine waits, because a busy one gathers what arrives during its steps. It waits no longer than
+        the `gather` of each waiting request's surface, and never past the start that its objective needs.
+        """
+        if not self._fresh:
+            return 0.0
+        fresh = self._fresh = [job for job in self._fresh if job.state is JobState.WAITING]
+        if not fresh:
+            self.window.abandon()
+        if not fresh or len(self.running) or len(fresh) < len(self.queue) or len(fresh) >= self.limits.max_sequences:
+            return 0.0
+        rows = sum(job.rows for job in fresh)
+        if rows > self.limits.short_rows:
+            return 0.0
+        latest = min(min(job.admitted + job.surface.gather, job.late, job.deadline - job.service) for job in fresh)
+        return self.window.wait(now, latest, waiting=len(fresh), step=self.model.predict(rows, 0))
+
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step; None if there is nothing to compute."""
         self._cut(now)
@@ -191,6 +215,8 @@ class Scheduler:
         if not step.shares:
             return None
         self._step = step
+        self._fresh.clear()
+        self.window.begin(now, step.rows, len(step.shares))
         seconds = step.seconds
         self._step_ends = now + seconds
         states = self.blocks.states
@@ -254,6 +280,9 @@ class Scheduler:
             queue.forget_idle(account)
             return refused
         self._jobs[request.id] = jobs
+        if surface.gather:
+            self.window.arrive(now)
+            self._fresh += jobs
         for job in jobs:
             if job is not first:
                 planner.look(job)
