@@ -135,7 +135,7 @@ def test_every_architecture_is_documented() -> None:
 
 def test_every_environment_variable_is_documented() -> None:
     sources = [path for path in files() if path.suffix in {".py", ".cpp", ".h"} and "tests" not in path.parts]
-    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[)|env_var=)\s*["'](HEADRACE_\w+)""")
+    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[)|env_var=\(?)\s*["'](HEADRACE_\w+)""")
     kept = re.compile(r"""^[A-Z_]+: Final = ["'](HEADRACE_\w+)["']""", re.MULTILINE)
     named = {name for path in sources for name in (*read.findall(path.read_text()), *kept.findall(path.read_text()))}
     assert "HEADRACE_ISA" in named
