@@ -191,15 +191,24 @@ async def test_workers_load_what_a_request_names(tiny_folder: Path, adapters: di
             name: llm.generate([PROMPT], adapter=name, max_tokens=8)[0].completions[0].tokens
             for name in ("", "a0", "a1")
         }
-    async with AsyncLLM(tiny_folder, **options) as llm:
+    async with AsyncLLM(tiny_folder, replicas=2, **options) as llm:
+
+        async def loaded() -> list[int]:
+            return [each["adapters"]["loaded"] for each in await llm.client.stats()]
+
         for name, tokens in expected.items():
-            answer = await llm.generate([PROMPT], adapter=name, max_tokens=8)
-            assert answer[0].completions[0].tokens == tokens
-        stats = await llm.client.stats()
-        assert stats[0]["adapters"]["loaded"] == 2
+            answers = await llm.generate([PROMPT] * 6, adapter=name, max_tokens=8)
+            assert [answer.completions[0].tokens for answer in answers] == [tokens] * 6
+        for name in ("a0", "a1"):
+            await llm.client.load_adapter(llm._asking.adapters[name])
+        assert await loaded() == [2, 2]
         llm.client.drop_adapter(llm._asking.adapters["a0"].digest)
-        await llm.generate([PROMPT], max_tokens=1)
-        assert (await llm.client.stats())[0]["adapters"]["loaded"] == 1
+        assert await loaded() == [1, 1]
+        missing = replace(llm._asking.adapters["a0"], path=str(tiny_folder / "none"))
+        with pytest.raises(RequestError, match="no such adapter folder"):
+            await llm.client.load_adapter(missing)
+        with pytest.raises(RequestError, match="are not those that it was registered with"):
+            await llm.client.load_adapter(replace(llm._asking.adapters["a0"], digest="0" * 64))
 
 
 def test_what_adapt_writes_is_served(tiny_folder: Path, tmp_path: Path) -> None:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from headrace.cli import main
 from headrace.config import AdapterConfig, Config, ModelConfig, ServerConfig, StorageConfig
+from headrace.engine.process.engine_client import EngineClient
 from headrace.models.model_folder import open_model
 from headrace.server.server import Server
 from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, CALLER, ROOT, Administered
 from tests.support.lora_folders import write_lora
-from tests.support.running_server import CHAT, FakeEngine, asynchronous, living
+from tests.support.remote_workers import worker_host
+from tests.support.running_server import CHAT, Client, FakeEngine, asynchronous, living, until
 
 OTHER = declared("other", "other-secret", tenant="blue")
 SCOPED = declared("scoped", "scoped-secret", tenant="red", models=("tiny:open",))
 OPTIONS: dict[str, Any] = {"context": 256, "kv_tokens": 2048, "threads": 1}
 
 
-def config_of(folder: Path, tmp_path: Path, **model: Any) -> Config:
+def config_of(folder: Path, tmp_path: Path, *, processes: int = 1, **model: Any) -> Config:
     return Config(
-        server=ServerConfig(port=0, drain_s=5.0),
+        server=ServerConfig(port=0, drain_s=5.0, processes=processes),
         storage=StorageConfig(folder=str(tmp_path / "state")),
         keys=(ADMIN, CALLER, OTHER, SCOPED),
         models={"tiny": ModelConfig(path=str(folder), options=OPTIONS, **model)},
@@ -142,6 +145,53 @@ async def test_adapters_are_models_with_tenants_caches_and_an_admin_api(
             status, _, parameter = await server.refused("POST", path, body)
             assert (status, parameter) == expected
         assert (await server.refused("GET", "models/none/adapters"))[:2] == (404, "model_not_found")
+
+
+@asynchronous
+async def test_an_adapter_reaches_every_process_and_every_worker(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = open_model(tiny_folder)
+    first, second = (write_lora(folder, tmp_path / f"a{seed}", seed=seed) for seed in range(2))
+    async with worker_host(tiny_folder, None, tmp_path / "cache", "--context", "256", "--threads", "1") as remote:
+        config = config_of(tiny_folder, tmp_path, processes=2, workers=(remote.address,), replicas=1)
+        async with running(Server(config)) as server:
+            app = server.server
+            await until(lambda: app.context.is_ready and app.fronts is not None and app.fronts.are_ready)
+            engine = app.fleet.served["tiny"].engine
+            assert isinstance(engine, EngineClient)
+            await until(lambda: [each.state for each in engine.replicas()] == ["ready", "ready"])
+            place = urlsplit(server.url)
+            clients = [Client(*await asyncio.open_connection(place.hostname, place.port)) for _ in range(16)]
+
+            async def answers(model: str) -> set[tuple[int, str]]:
+                """Of connections of both processes, whose requests both workers take."""
+                asked = CHAT | {"model": model, "max_tokens": 6, "temperature": 0}
+                found = [
+                    client.ask("POST", "/v1/chat/completions", asked, **bearer("caller-secret")) for client in clients
+                ]
+                return {
+                    (each.status, each.json["choices"][0]["message"]["content"] if each.status == 200 else "")
+                    for each in await asyncio.gather(*found)
+                }
+
+            async def loaded() -> list[int]:
+                memory = (await server.did("GET", "models/tiny/adapters"))["memory"]["tiny"]
+                return [each["loaded"] for each in memory]
+
+            await server.did("POST", "models/tiny/adapters", {"name": "new", "path": str(first)})
+            assert await loaded() == [1, 1]  # before any request
+            base, own = await answers("tiny"), await answers("tiny:new")
+            assert len(base) == len(own) == 1
+            assert base != own
+            assert {status for status, _ in base | own} == {200}
+            await server.did("POST", "models/tiny/adapters", {"name": "new", "path": str(second)})
+            other = await answers("tiny:new")
+            assert len(other) == 1
+            assert other not in (base, own)
+            await server.did("DELETE", "models/tiny/adapters/new")
+            assert await answers("tiny:new") == {(404, "")}
+            assert await loaded() == [1, 1]  # the first, until its memory is needed
+            for each in clients:
+                each.writer.close()
 
 
 @asynchronous

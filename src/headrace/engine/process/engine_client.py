@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
-from headrace.engine.interface.request import FinishReason, GenerationRequest, prompt_ids
+from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest, prompt_ids
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
 from headrace.engine.process.output_stream import OutputStream
@@ -260,6 +260,23 @@ class EngineClient:
         asked = [self._ask(replica, wire.AskStats) for replica in self._replicas if replica.connection is not None]
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
+    async def load_adapter(self, adapter: AdapterRef) -> None:
+        """Have every connected replica read an adapter. Others read it when a request has it. RequestError, with the
+        replica's address if it is on another host, if one cannot load it."""
+        connected = [replica for replica in self._replicas if replica.connection is not None]
+        replies = await asyncio.gather(
+            *(self._ask(each, lambda number: wire.LoadAdapter(number, adapter)) for each in connected),
+            return_exceptions=True,
+        )
+        for replica, reply in zip(connected, replies, strict=True):
+            if isinstance(reply, WorkerLostError):
+                continue  # the worker that replaces it reads the adapter when a request has it
+            if isinstance(reply, BaseException):
+                raise reply
+            if reply.reason is not None:
+                where = f"The worker at {replica.address}: " if replica.address.is_remote else ""
+                raise RequestError(f"{where}{reply.reason}", parameter="path")
+
     def drop_adapter(self, digest: str) -> None:
         """Ask every replica to free an adapter. One that requests use stays until another needs its memory."""
         for replica in self._replicas:
@@ -493,7 +510,7 @@ class EngineClient:
                     replica.connection.abort()
             case wire.Draining():
                 replica.draining = True
-            case wire.Stats() | wire.Pinned():
+            case wire.Stats() | wire.Pinned() | wire.AdapterLoaded():
                 reply = self._replies.get(message.number)
                 if reply is not None and not reply.done():
                     reply.set_result(message)

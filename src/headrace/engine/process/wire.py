@@ -13,11 +13,11 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from headrace.engine.interface.outputs import SequenceOutput
-from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.interface.request import AdapterRef, GenerationRequest
 from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
-VERSION: Final = 5  # of the protocol; peers with different versions disconnect at once
+VERSION: Final = 6  # of the protocol; peers with different versions disconnect at once
 MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
 _LENGTH: Final = 4  # bytes before each frame
 
@@ -62,6 +62,13 @@ class Pin(msgspec.Struct, tag="pin", frozen=True, kw_only=True):
     keep: bool = True  # False: unpin it
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Asks the worker to read an adapter into memory, before a request has it."""
+
+    number: int
+    adapter: AdapterRef
+
+
 class DropAdapter(msgspec.Struct, tag="drop_adapter", frozen=True):
     """Asks the worker to free an adapter that no request uses. A request that has it loads it again."""
 
@@ -74,7 +81,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     version: int
 
 
-ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | DropAdapter | Hello
+ClientMessage = Submit | Cancel | Ping | Drain | AskStats | Pin | LoadAdapter | DropAdapter | Hello
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
@@ -135,13 +142,18 @@ class Pinned(msgspec.Struct, tag="pinned", frozen=True):
     reason: str | None = None  # why it failed; None on success
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", frozen=True):
+    number: int
+    reason: str | None = None  # why it cannot be loaded; None on success, and if memory for it is lacking now
+
+
 class Bye(msgspec.Struct, tag="bye", frozen=True):
     """The worker closes the connection because of what came over it."""
 
     reason: str
 
 
-WorkerMessage = Welcome | Outputs | Rejected | Pong | Draining | Stats | Pinned | Bye
+WorkerMessage = Welcome | Outputs | Rejected | Pong | Draining | Stats | Pinned | AdapterLoaded | Bye
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -82,6 +82,7 @@ class Worker:
         self._clients: set[_Client] = set()
         self._running: dict[str, _Running] = {}
         self._compiling: dict[str, _Compiling] = {}
+        self._loads: list[tuple[_Client, int, Future[None]]] = []  # of adapters that clients asked for, by number
         self._drain_until: float | None = None
         self._stopped = False
         self.orphaned = False  # standard input closed: the supervisor is gone
@@ -189,6 +190,8 @@ class Worker:
             key.data(key, events)
         if self._compiling:
             self._admit_compiled()
+        if self._loads:
+            self._report_loads()
 
     def _flush(self) -> None:
         """Give the clients a moment to read what is written for them."""
@@ -276,6 +279,13 @@ class Worker:
                 self._send(client, self._pong(number))
             case wire.AskStats(number):
                 self._send(client, wire.Stats(number, msgspec.to_builtins(self.engine.stats())))
+            case wire.LoadAdapter(number, adapter):
+                loading = self._load_adapter(adapter)
+                if loading is None:
+                    self._send(client, wire.AdapterLoaded(number))
+                else:
+                    self._loads.append((client, number, loading))
+                    loading.add_done_callback(self.wake)
             case wire.DropAdapter(digest):
                 if self.engine.adapters is not None:
                     self.engine.adapters.drop(digest)
@@ -365,6 +375,17 @@ class Worker:
         """Load an adapter beside the running steps. Return None if it is there, or cannot be there."""
         adapters = self.engine.adapters
         return None if adapters is None or adapters.has(ref) else adapters.load(ref)
+
+    def _report_loads(self) -> None:
+        waiting, self._loads = self._loads, []
+        for client, number, loading in waiting:
+            if not loading.done():
+                self._loads.append((client, number, loading))
+                continue
+            failure = loading.exception()
+            reason = None if failure is None or isinstance(failure, AdapterMemoryError) else str(failure)
+            if client in self._clients:
+                self._send(client, wire.AdapterLoaded(number, reason))
 
     def _cancel(self, client: _Client, id: str) -> None:
         if id not in client.requests:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from headrace.config import ModelConfig
 from headrace.config.adapter_section import ADAPTER_NAME, MOST_ADAPTERS
-from headrace.engine.interface.request import AdapterRef, GenerationRequest
+from headrace.engine.interface.request import AdapterRef
 from headrace.engine.process.engine_client import EngineClient
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.gateway.accounts.account_records import AdapterRecord
@@ -26,7 +26,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.served_variant import ServedVariant
 
-_TRIAL_S: Final = 60.0  # that a worker may take to load an adapter
+_LOAD_S: Final = 60.0  # that workers may take to read an adapter
 
 
 class AdapterOperations:
@@ -70,8 +70,8 @@ class AdapterOperations:
     async def load(
         self, who: Actor, model: str, name: str, path: str, *, tenants: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Serve an adapter from now on, in place of one of the same name. A worker computes a token with it first, so
-        that one which cannot be loaded is an ApiError."""
+        """Serve an adapter from now on, in place of one of the same name. Every connected worker of the model's
+        variants reads it first, so that one which cannot be loaded is an ApiError."""
         self._check_model(model)
         self._check_name(model, name)
         for tenant in tenants:
@@ -79,7 +79,7 @@ class AdapterOperations:
                 raise no_tenant_error(tenant)
         try:
             ref = await asyncio.to_thread(self._fleet.open_adapter, model, name, path)
-            await self._try(model, ref)
+            await self._load(model, ref)
         except (ModelError, RequestError) as error:
             raise invalid_request(str(error), "path") from None
         record = AdapterRecord(
@@ -129,25 +129,13 @@ class AdapterOperations:
         await self._shared.commit(plan)
         return {"object": "adapter", "id": id, "deleted": True}
 
-    async def _try(self, model: str, ref: AdapterRef) -> None:
-        """Compute a token with the adapter on an engine of the model. Workers that are busy load it later."""
-        served = self._fleet.served[self._fleet.own_variants(model)[0]]
-        if not isinstance(served.engine, EngineClient) or not served.responsive:
-            return
-        request = GenerationRequest(
-            id="",
-            prompt=(min(served.tokenizer.eos_ids, default=0),),
-            max_tokens=1,
-            adapter=ref,
-            surface="batch",
-            salt=f"adapter {ref.digest}",
-        )
+    async def _load(self, model: str, ref: AdapterRef) -> None:
+        """Have all engines of a model read an adapter. Workers that do not answer in time read it later."""
+        engines = [self._fleet.served[full].engine for full in self._fleet.own_variants(model)]
         try:
-            async with asyncio.timeout(_TRIAL_S):
-                await served.engine.complete(request)
-        except (RequestError, ModelError):
-            raise
-        except (HeadraceError, TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                await asyncio.gather(*(each.load_adapter(ref) for each in engines if isinstance(each, EngineClient)))
+        except TimeoutError:
             return
 
     def _count(self, model: str) -> int:
