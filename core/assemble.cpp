@@ -160,6 +160,22 @@ RecurrentWeights recurrent_weights(const Assembly& parts, const RecurrentShape& 
   return weights;
 }
 
+StreamWeights stream_weights(const Assembly& parts, const ModelWeights& w, const std::string& name) {
+  StreamWeights weights;
+  weights.router_norm = parts.norm(name + ".streams.router_norm", w.hidden);
+  weights.router = parts.product(name + ".streams.router");
+  weights.predict = parts.list(name + ".streams.predict");
+  weights.correct = parts.list(name + ".streams.correct");
+  weights.out_scale = parts.list(name + ".streams.out_scale");
+  weights.past_in = parts.product(name + ".past.in");
+  weights.past_out = parts.product(name + ".past.out");
+  weights.past_norm = parts.norm(name + ".past.norm", w.hidden);
+  weights.input_gate = parts.product(name + ".inputs.in");
+  weights.input_out = parts.product(name + ".inputs.out");
+  weights.input_norm = parts.norm(name + ".inputs.norm", w.hidden);
+  return weights;
+}
+
 Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index, nb::handle entry) {
   const std::string name = "layers." + std::to_string(index);
   const std::string attn = name + ".attn";
@@ -191,6 +207,13 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.attends = fact<bool>(facts, "attends");
   layer.recurs = fact<bool>(facts, "recurs");
   layer.feeds = fact<bool>(facts, "mlp");
+  layer.shares = fact<int64_t>(facts, "shares") >= 0;
+  if (!fact<nb::object>(facts, "gate_cutoff").is_none()) layer.gate_cutoff = fact<float>(facts, "gate_cutoff");
+  if (w.streams.count > 0) layer.streams = stream_weights(parts, w, name);
+  if (fact<bool>(facts, "value_norm")) {
+    layer.v_norm.weight = Buffer<float>(round_up(w.head_size, kRowPad));
+    std::fill(layer.v_norm.weight.data(), layer.v_norm.weight.data() + w.head_size, 1.0f);
+  }
   if (layer.attends) {
     layer.qkv = parts.product(attn + ".qkv");
     layer.o = parts.product(attn + ".o");
@@ -286,6 +309,21 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
     if (size < 1 || size > (int64_t{1} << 24)) refuse("a size is out of range: " + std::to_string(size));
   }
 
+  w.streams.count = parts.value<int64_t>("streams");
+  w.streams.rank = parts.value<int64_t>("past_rank");
+  w.streams.input_size = parts.value<int64_t>("layer_input");
+  for (int64_t size : {w.streams.count, w.streams.rank, w.streams.input_size}) {
+    if (size < 0 || size > kMaxInputs) refuse("a size of streams is out of range: " + std::to_string(size));
+  }
+  for (int64_t i = 1; i < w.streams.count; ++i) {
+    w.stream_in.push_back(parts.product("streams." + std::to_string(i - 1) + ".in"));
+    w.stream_out.push_back(parts.product("streams." + std::to_string(i - 1) + ".out"));
+  }
+  if (w.streams.count > 0) {
+    w.inputs_embed = parts.packed("inputs.embed");
+    w.inputs_in = parts.product("inputs.in");
+    w.inputs_norm = parts.norm("inputs.norm", w.streams.input_size);
+  }
   w.embed = parts.packed("embed");
   w.positions = parts.list("positions");
   if (w.positions.size() % static_cast<size_t>(w.hidden) != 0) refuse("positions has the wrong size");
@@ -308,7 +346,15 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   for (nb::handle entry : parts.value<nb::list>("layers")) {
     w.layers.push_back(assemble_layer(parts, w, index++, entry));
     Layer& layer = w.layers.back();
-    layer.kv = layer.attends ? kv++ : 0;
+    const int64_t shared = fact<int64_t>(facts_of(entry, "layers"), "shares");
+    if (shared >= 0) {
+      if (shared + 1 >= static_cast<int64_t>(w.layers.size())) refuse("a layer shares what no earlier layer has");
+      const Layer& owner = w.layers[static_cast<size_t>(shared)];
+      if (!owner.attends || owner.shares) refuse("a layer shares what another layer does not compute");
+      layer.kv = owner.kv;
+    } else {
+      layer.kv = layer.attends ? kv++ : 0;
+    }
     layer.state = layer.recurs ? state++ : 0;
   }
   w.final_norm = parts.norm("norm", w.hidden);

@@ -59,6 +59,7 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
   const int64_t size = w_.head_size;
   const int64_t q_size = w_.heads * size;
   const int64_t kv_size = w_.kv_heads * size;
+  const int64_t kv_heads = layer.shares ? 0 : w_.kv_heads;  // that the layer computes
   const int64_t table = std::max(layer.rope, 0) * max_rows_ * half_pad_;
   pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     float* scratch = row_scratch_.data() + thread * row_scratch_stride_;
@@ -81,20 +82,23 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         // nothing to normalise
       } else if (w_.qk_norm == QkNorm::kFull) {
         normalise(layer.q_norm, q, q_size);
-        normalise(layer.k_norm, k, kv_size);
+        if (!layer.shares) normalise(layer.k_norm, k, kv_size);
       } else if (w_.qk_norm == QkNorm::kHead) {
         for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size);
-        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size);
+        for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.k_norm, k + h * size, size);
       } else if (w_.qk_norm == QkNorm::kEachHead) {
         for (int64_t h = 0; h < w_.heads; ++h) normalise(layer.q_norm, q + h * size, size, h * size);
-        for (int64_t h = 0; h < w_.kv_heads; ++h) normalise(layer.k_norm, k + h * size, size, h * size);
+        for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.k_norm, k + h * size, size, h * size);
+      }
+      if (layer.v_norm.present()) {
+        for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.v_norm, v + h * size, size);
       }
       if (layer.rope >= 0) {
         const Rope& rope = w_.ropes[static_cast<size_t>(layer.rope)];
         const int64_t half = static_cast<int64_t>(rope.inv_freq[args.rope_variants[row.sequence]].size());
         const float* cosine = cosines_.data() + table + r * half_pad_;
         const float* sine = sines_.data() + table + r * half_pad_;
-        for (int64_t h = 0; h < w_.heads + w_.kv_heads; ++h) {  // keys follow queries
+        for (int64_t h = 0; h < w_.heads + kv_heads; ++h) {  // keys follow queries
           float* x = q + h * size;
           for (int64_t d = 0; d < half; ++d) {
             const float first = x[d];
@@ -111,10 +115,11 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
       }
       if (args.kv->layout().rotated) {
-        for (float* head = q; head < v + kv_size; head += size) kernels_.rotate(head_rotation_->view(), head);
+        const float* end = layer.shares ? k : v + kv_size;
+        for (float* head = q; head < end; head += size) kernels_.rotate(head_rotation_->view(), head);
       }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
-      for (int64_t h = 0; h < w_.kv_heads; ++h) {
+      for (int64_t h = 0; h < kv_heads; ++h) {
         write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size,
                     v + h * size);
       }

@@ -58,7 +58,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   inner_pad_ = pad_row(std::max({w_.inner, w_.expert_inner, w_.shared_inner}));
   tile_rows_ = std::max(kernels.attention_rows, heads_per_kv);
 
-  bool experts = false;
+  bool experts = false, sparse = false;
   code_stride_ = 64;
   group_stride_ = 1;
   auto measure = [&](Product& product) {
@@ -97,7 +97,20 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
       measure(layer.shared.down);
     }
     if (layer.shared_gate.present()) measure(layer.shared_gate);
+    StreamWeights& streams = layer.streams;
+    for (Product* product :
+         {&streams.router, &streams.past_in, &streams.past_out, &streams.input_gate, &streams.input_out}) {
+      if (product->present()) measure(*product);
+    }
+    sparse = sparse || layer.gate_cutoff > kNoCutoff;
   }
+  for (Product& product : w_.stream_in) measure(product);
+  for (Product& product : w_.stream_out) measure(product);
+  if (w_.inputs_in.present()) {
+    measure(w_.inputs_in);
+    inputs_rotation_ = rotation_of(w_.inputs_embed);
+  }
+  size_streams();
   if (w_.head.present()) measure(w_.head);
 
   row_.resize(static_cast<size_t>(max_rows));
@@ -125,6 +138,10 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   expert_rows_ = experts ? max_rows * w_.top_k : 0;
   const int64_t inner_rows = std::max(expert_rows_, max_rows);
   inner_ = Buffer<float>(inner_rows * inner_pad_);
+  if (sparse) {
+    raw_pad_ = pad_row(2 * round_up(w_.inner, kPanel));
+    raw_ = Buffer<float>(max_rows * raw_pad_);
+  }
   if (experts) {
     const size_t slots = static_cast<size_t>(expert_rows_);
     const int64_t count = static_cast<int64_t>(w_.layers.front().experts.size());
@@ -150,8 +167,9 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   sines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
   attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(w_.head_size, 16)), 16);
   attention_scratch_ = Buffer<float>(attention_stride_ * threads);
-  row_scratch_stride_ = pad_row(
-      std::max({w_.heads * w_.head_size, w_.hidden, w_.recurrent.norm_size, 2 * pad_row(w_.recurrent.state_size)}));
+  row_scratch_stride_ =
+      pad_row(std::max({w_.heads * w_.head_size, w_.hidden, w_.recurrent.norm_size,
+                        2 * pad_row(w_.recurrent.state_size), inputs_pad_ + pad_row(w_.streams.input_size)}));
   row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
   product_scratch_ = Buffer<uint8_t>(product_stride_ * threads);
   spread_distances();
@@ -180,10 +198,10 @@ int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
   for (const Buffer<float>* buffer :
-       {&residual_,   &normed_,        &qkv_,           &latents_,   &expanded_, &raised_, &attended_,
-        &inner_,      &joined_,        &attention_out_, &mixed_,     &recurred_, &steps_,  &router_,
-        &low_values_, &expert_weight_, &expert_out_,    &expert_in_, &cosines_,  &sines_,  &attention_scratch_,
-        &row_scratch_}) {
+       {&residual_,    &normed_,        &qkv_,           &latents_,   &expanded_, &raised_, &attended_,
+        &inner_,       &joined_,        &attention_out_, &mixed_,     &recurred_, &steps_,  &router_,
+        &low_values_,  &expert_weight_, &expert_out_,    &expert_in_, &cosines_,  &sines_,  &attention_scratch_,
+        &row_scratch_, &streams_,       &layer_inputs_,  &past_,      &narrow_,   &raw_}) {
     total += buffer->bytes();
   }
   return total;
@@ -384,7 +402,12 @@ void Model::multiply_tiled(const ProductArgs& args) {
 void Model::feed_forward(const StepArgs& args, const Layer& layer, int64_t rows) {
   const Opening opening = opening_of(w_.inner);
   const LowRank* low = low_rank(args, layer, Site::kUp, rows);
-  multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening, nullptr, low);
+  if (layer.gate_cutoff > kNoCutoff) {
+    multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, raw_.data(), raw_pad_, nullptr, nullptr, low);
+    open_sparsely(layer.gate_cutoff, rows);
+  } else {
+    multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening, nullptr, low);
+  }
   times_.end(Stage::kUp);
   low = low_rank(args, layer, Site::kDown, rows);
   fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down, low);
@@ -468,15 +491,18 @@ void Model::step(const StepArgs& args) {
   ready_adapters(args);
   embed_rows(args);
   rotate_tables(args);
+  if (w_.streams.count > 0) open_streams(args);
   times_.end(Stage::kEmbed);
   for (int64_t r = 0; r < args.rows; ++r) asking_[static_cast<size_t>(r)].source = r;
   int64_t rows = args.rows;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
+    if (w_.streams.count > 0) predict_streams(layer, args.rows);
     if (layer.recurs) recur(args, layer);
     if (layer.attends) heads_of_rows(args, layer);
     if (i + 1 == w_.layers.size()) {
       keep_wanted(args);
+      if (w_.streams.count > 0) keep_wanted_streams(args);
       rows = args.wanted_count;
       if (rows == 0) return;
     }
@@ -490,6 +516,7 @@ void Model::step(const StepArgs& args) {
     } else if (layer.attends) {
       join(rows, layer.attn_out_norm, layer.attn_residual_norm, w_.attention_factor);
     }
+    if (w_.streams.count > 0) add_past(rows);
     times_.end(Stage::kJoin);
     if (!layer.feeds) continue;
     const NormWeights& mlp_norm = layer.mlp_norm.present() || !w_.parallel ? layer.mlp_norm : layer.attn_norm;
@@ -508,8 +535,10 @@ void Model::step(const StepArgs& args) {
       std::swap(joined_, attention_out_);
     }
     join(rows, layer.mlp_out_norm, layer.mlp_residual_norm, w_.mlp_factor);
+    if (w_.streams.count > 0) correct_streams(layer, static_cast<int64_t>(i), rows);
     times_.end(Stage::kJoin);
   }
+  if (w_.streams.count > 0) close_streams(rows);
   results(args);
   times_.end(Stage::kHead);
 }

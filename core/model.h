@@ -17,6 +17,7 @@
 #include "pool.h"
 #include "recurrent.h"
 #include "rotation.h"
+#include "streams.h"
 
 namespace headrace {
 
@@ -63,11 +64,25 @@ struct Mlp {
 
 inline int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
+// A layer's, in a model with streams.
+struct StreamWeights {
+  NormWeights router_norm;
+  Product router;
+  std::vector<float> predict;  // [streams][streams][streams]: what a number of the router adds to a stream, of another
+  std::vector<float> correct;  // [streams][streams]
+  std::vector<float> out_scale;  // [hidden], of what the layer's input meets; or empty
+  Product past_in, past_out;     // the narrow path past the attention
+  NormWeights past_norm;
+  Product input_gate, input_out;  // of the layer's own input of a token
+  NormWeights input_norm;
+};
+
 struct Layer {
   bool attends = true;  // its first sublayer is attention ...
   bool recurs = false;  // ... or recurrent, or both are added together, or there is none
   bool feeds = true;    // its second sublayer is an MLP or a mixture of experts, or there is none
-  int64_t kv = 0;       // which of the layers with keys and values it is
+  int64_t kv = 0;       // which of the layers with keys and values it is, or reads
+  bool shares = false;  // it has queries alone, and reads keys and values that an earlier layer computes
   int64_t state = 0;    // which of the layers with a state it is
   int64_t window = 0;   // tokens seen up to the query, and where not causal as many from it on; 0: sees all
   int64_t chunk = 0;    // tokens are seen from the last multiple of this on; 0: sees all
@@ -83,6 +98,9 @@ struct Layer {
   Product q_up, kv_up;  // from latents to heads, see ModelWeights::latent
   Product recurrent_in, recurrent_out;
   RecurrentWeights recurrent;
+  NormWeights v_norm;             // of each value head, or none
+  float gate_cutoff = kNoCutoff;  // gates count above the row's mean by so many deviations
+  StreamWeights streams;
   Mlp mlp;
   Product router;
   std::vector<float> router_bias;  // added to the experts' weights when they are chosen, or empty
@@ -141,7 +159,12 @@ struct ModelWeights {
   int64_t group_best = 1;       // a group's rank is the sum of that of its best experts
   bool attention_gate = false;  // qkv gives a gate of each output of the attention besides, after the values
   RecurrentShape recurrent;     // of every recurrent layer
-  bool parallel = false;        // attention and MLP read the same rows and are added together
+  StreamShape streams;
+  std::vector<Product> stream_in, stream_out;  // of each stream but the first
+  PackedView inputs_embed;                     // [tokens][layers * input size], the layers' own inputs of a token
+  Product inputs_in;                           // of the embedding, to the same
+  NormWeights inputs_norm;
+  bool parallel = false;  // attention and MLP read the same rows and are added together
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -228,6 +251,7 @@ class Model {
 
   void check_weights() const;
   void check_recurrent() const;
+  void check_streams() const;
   void check_step(const StepArgs& args) const;
   void check_states(const StepArgs& args) const;
   void spread_distances();
@@ -244,6 +268,7 @@ class Model {
                 int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr,
                 const LowRank* low = nullptr);
   void multiply_tiled(const ProductArgs& args);
+  int64_t qkv_outputs(const Layer& layer) const { return layer.shares ? w_.heads * w_.head_size : qkv_outputs(); }
   int64_t qkv_outputs() const {
     if (w_.latent == 0) return (w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size;
     return (w_.query_latent > 0 ? w_.query_latent : w_.heads * w_.head_size) + w_.turning + w_.latent;
@@ -261,6 +286,20 @@ class Model {
   void gate_rows(const Layer& layer, int64_t rows);
   void recurrent_output(const Layer& layer, int64_t rows);
   void recur_rows(const StepArgs& args, const Layer& layer);
+  void size_streams();
+  float* stream(int64_t index) const { return streams_.data() + index * max_rows_ * hidden_pad_; }
+  void multiply_normed(int64_t rows, const Product& product, float* out, int64_t out_stride,
+                       const Opening* opening = nullptr);
+  void multiply_narrowly(int64_t rows, const Product& product, const Opening* opening);
+  void open_streams(const StepArgs& args);
+  void route_streams(const StreamWeights& weights, int64_t rows);
+  void predict_streams(const Layer& layer, int64_t rows);
+  void add_normed(int64_t rows, const NormWeights& norm, float* out);
+  void add_past(int64_t rows);
+  void correct_streams(const Layer& layer, int64_t index, int64_t rows);
+  void keep_wanted_streams(const StepArgs& args);
+  void close_streams(int64_t rows);
+  void open_sparsely(float deviations, int64_t rows);
   void feed_forward(const StepArgs& args, const Layer& layer, int64_t rows);
   void weigh_experts(const Layer& layer, int64_t rows);
   void mix_experts(const Layer& layer, int64_t rows);
@@ -298,6 +337,11 @@ class Model {
   Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
   Buffer<float> mixed_, recurred_, steps_;  // of recurrent layers: `in`, `out`, and decays and steps of each head
   int64_t mixed_pad_ = 0, recurred_pad_ = 0;
+  // Of streams: all of them, one after the other; each layer's inputs; the narrow path's outcome, and what is in it.
+  Buffer<float> streams_, layer_inputs_, past_, narrow_;
+  Buffer<float> raw_;  // gates and values, before they are opened sparsely
+  int64_t inputs_pad_ = 0, narrow_pad_ = 0, raw_pad_ = 0;
+  const Rotation* inputs_rotation_ = nullptr;
   Buffer<float> router_, expert_weight_, expert_out_, expert_in_;
   bool has_adapters_ = false;                   // the step
   std::vector<const LowRankView*> low_of_row_;  // of the rows of one product

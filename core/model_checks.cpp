@@ -73,6 +73,7 @@ void Model::check_weights() const {
     }
   }
   check_recurrent();
+  check_streams();
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     const std::string name = "layers." + std::to_string(i);
@@ -80,7 +81,7 @@ void Model::check_weights() const {
       refuse(name + " names a rope that is not there");
     if (layer.window < 0 || layer.chunk < 0) refuse(name + " has a negative window");
     if (layer.attends) {
-      shaped(layer.qkv, qkv_outputs(), w_.hidden, name + ".attn.qkv");
+      shaped(layer.qkv, qkv_outputs(layer), w_.hidden, name + ".attn.qkv");
       shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
     }
     if (w_.latent > 0) {
@@ -91,7 +92,12 @@ void Model::check_weights() const {
       shaped(layer.q_up, w_.heads * w_.head_size, w_.query_latent, name + ".attn.q_up");
       if (!layer.q_latent_norm.present()) refuse(name + " lacks the norm of its queries' latent");
     }
-    if (layer.q_norm.present() != layer.k_norm.present()) refuse(name + " lacks a norm of q or k");
+    if (layer.shares && (w_.latent > 0 || w_.attention_gate || layer.recurs || !layer.attends)) {
+      refuse(name + " cannot share keys and values");
+    }
+    if (layer.q_norm.present() != (layer.k_norm.present() || (layer.shares && layer.q_norm.present()))) {
+      refuse(name + " lacks a norm of q or k");
+    }
     if (w_.qk_norm != QkNorm::kNone && layer.attends && layer.normed && !layer.q_norm.present()) {
       refuse(name + " lacks its q and k norms");
     }

@@ -49,7 +49,7 @@ float exponential(float x) { return static_cast<float>(std::exp(double{x})); }
 
 int64_t Model::kv_layers() const {
   int64_t count = 0;
-  for (const Layer& layer : w_.layers) count += layer.attends ? 1 : 0;
+  for (const Layer& layer : w_.layers) count += layer.attends && !layer.shares ? 1 : 0;
   return std::max<int64_t>(1, count);
 }
 

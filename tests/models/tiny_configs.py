@@ -151,6 +151,36 @@ def gemma3_text() -> Any:
     )
 
 
+def gemma3n() -> Any:
+    return transformers.Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 5},
+        head_dim=24,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.8, 0.6, 0.0, 0.0, 0.3],
+        vocab_size_per_layer_input=VOCAB - 40,
+        hidden_size_per_layer_input=20,
+        laurel_rank=12,
+        altup_num_inputs=3,
+        final_logit_softcapping=20.0,
+    )
+
+
+def gemma3n_plain() -> Any:
+    return transformers.Gemma3nTextConfig(
+        **SIZES,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=32,
+        laurel_rank=64,
+        altup_num_inputs=4,
+        tie_word_embeddings=False,
+    )
+
+
 def gemma3_vision() -> Any:
     vision = transformers.SiglipVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8

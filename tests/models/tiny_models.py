@@ -68,6 +68,8 @@ TINY: dict[str, Tiny] = {
     "gemma2": Tiny("Gemma2ForCausalLM", configs.gemma2),
     "gemma3": Tiny("Gemma3ForCausalLM", configs.gemma3_text),
     "gemma3-vision": Tiny("Gemma3ForConditionalGeneration", configs.gemma3_vision),
+    "gemma3n": Tiny("Gemma3nForCausalLM", configs.gemma3n),
+    "gemma3n-untied": Tiny("Gemma3nForCausalLM", configs.gemma3n_plain, brief=True),
     "phi3": Tiny("Phi3ForCausalLM", configs.phi3),
     "phi3-window-tied": Tiny("Phi3ForCausalLM", configs.phi3_window),
     "olmo2": Tiny("Olmo2ForCausalLM", configs.olmo2),
@@ -174,7 +176,7 @@ WHOLE = tuple(name for name in DECODERS if not TINY[name].brief)
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
-    ministral3 ministral3-vision
+    ministral3 ministral3-vision gemma3n gemma3n-untied
     phimoe llama4 minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
@@ -263,7 +265,7 @@ def _seed_of(name: str) -> int:
     """Return the seed of a model's weights. A new model gets one of its own here, so that no other changes."""
     later = (
         *("nemotron", "arcee", "falcon-h1", "falcon-h1-plain", "nemotron-h", "nemotron-h-plain"),
-        *("ministral3", "ministral3-vision"),
+        *("ministral3", "ministral3-vision", "gemma3n", "gemma3n-untied"),
     )
     if name in later:
         return 3000 + later.index(name)

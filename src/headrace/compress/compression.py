@@ -131,7 +131,7 @@ def _multiple(recipe: Recipe, name: str, inputs: int) -> int:
 
 def _computes(spec: ModelSpec) -> bool:
     """Return whether `LayerPass` computes the layers of a model."""
-    if spec.recurrent is not None or spec.attention_gate:
+    if spec.recurrent is not None or spec.attention_gate or spec.streams is not None:
         return False
     experts = spec.experts
     if experts is not None and (

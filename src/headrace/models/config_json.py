@@ -174,6 +174,13 @@ class ConfigJson:
             raise self.mismatch(key, f"a list of {count} numbers above zero")
         return numbers
 
+    def numbers(self, key: str, count: int, *, maximum: float) -> tuple[float, ...]:
+        """Return exactly `count` numbers from 0 to `maximum`."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(cast("list[object]", value)) != count:
+            raise self.mismatch(key, f"a list of {count} numbers")
+        return tuple(self._number(key, item, 0.0, maximum) for item in cast("list[object]", value))
+
     def optional_sizes(self, key: str, *, minimum: int, maximum: int, max_items: int) -> tuple[int, ...] | None:
         """Return a list of at most `max_items` integers, or None if the key is missing or null."""
         value = self._value(key)

@@ -114,6 +114,8 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: int | None = 0  # index into ModelSpec.ropes; None: the layer has no positions (SmolLM3)
     experts: bool = False  # a mixture of experts instead of the dense MLP
     qk_norm: bool = True  # with a `qk_norm` of the model
+    shares: int | None = None  # the earlier layer whose keys and values it reads; it has queries alone
+    gate_cutoff: float | None = None  # gates count above the mean of their row by so many deviations; None: all
     grows: bool = False  # queries grow with their position: see `query_growth`
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
 
@@ -156,6 +158,19 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     query_rank: int = 0  # 0: queries have no latent
     turning: int  # leading dims of a head that the rope turns
     value_size: int  # of a head
+
+
+class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams for each token, and an input of each layer's own (Gemma 3n).
+
+    A layer predicts all streams, computes the first one, and corrects all of them by the result. A narrow path leads
+    past its attention. The inputs of all layers come from a second embedding, and from a product of the first.
+    """
+
+    count: int
+    rank: int  # of the narrow path
+    input_size: int  # of a layer's own input
+    input_vocab: int  # tokens in the second embedding; others have the inputs of token 0
 
 
 class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +233,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     final_norm: bool = True
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None  # of the layers with that mixer
+    streams: StreamSpec | None = None
+    value_norm: bool = False  # values are normalised over each head's dims, without weights
     attention_gate: bool = False  # `qkv` also gives a gate of each output of the attention, after the values
     # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head;
     # "unit": over each head's dims, without weights
@@ -279,7 +296,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_layers(self) -> int:
         """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes."""
-        return max(1, sum(layer.attends for layer in self.layers))
+        return max(1, sum(layer.attends and layer.shares is None for layer in self.layers))
 
     @property
     def state_floats(self) -> int:
@@ -346,8 +363,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             if present:
                 norm(f"{name}.{kind}")
 
-    def attention(attn: str) -> None:
-        product(f"{attn}.qkv", sum(spec.qkv_parts), hidden, bias=spec.qkv_bias)
+    def attention(attn: str, *, shares: bool) -> None:
+        product(f"{attn}.qkv", spec.q_size if shares else sum(spec.qkv_parts), hidden, bias=spec.qkv_bias)
         if (latent := spec.latent) is not None:
             if latent.query_rank:
                 shapes[f"{attn}.q_latent_norm"] = (latent.query_rank,)
@@ -356,7 +373,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             plain = spec.head_size - latent.turning
             shapes[f"{attn}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
-            shapes[f"{attn}.q_norm"] = shapes[f"{attn}.k_norm"] = (spec.head_size,)
+            shapes[f"{attn}.q_norm"] = (spec.head_size,)
+            if not shares:
+                shapes[f"{attn}.k_norm"] = (spec.head_size,)
         elif spec.qk_norm in ("full", "each_head"):
             shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
         if spec.sinks:
@@ -372,6 +391,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norm("embed_norm")
     if spec.distance_buckets:
         shapes["distances"] = (spec.distance_buckets, spec.heads)
+    if (streams := spec.streams) is not None:
+        inputs = len(spec.layers) * streams.input_size
+        shapes["inputs.embed"] = (streams.input_vocab, inputs)
+        shapes["inputs.in"] = (inputs, hidden)
+        shapes["inputs.norm"] = (streams.input_size,)
+        for index in range(streams.count - 1):
+            shapes[f"streams.{index}.in"] = shapes[f"streams.{index}.out"] = (hidden, hidden)
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
         if layer.mixer != "none":
@@ -379,7 +405,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.recurs and spec.recurrent is not None:
             shapes.update(_recurrent_shapes(spec.recurrent, f"layers.{index}.recurrent", hidden))
         if layer.attends:
-            attention(attn)
+            attention(attn, shares=layer.shares is not None)
+        if spec.streams is not None:
+            shapes.update(_stream_shapes(spec.streams, f"layers.{index}", hidden))
         if not layer.mlp:
             continue
         sublayer_norms(feed, before=not spec.shared_norm)
@@ -428,6 +456,22 @@ def _recurrent_shapes(spec: RecurrentSpec, name: str, hidden: int) -> dict[str, 
     return shapes
 
 
+def _stream_shapes(spec: StreamSpec, name: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.streams.router_norm": (hidden,),
+        f"{name}.streams.router": (spec.count, hidden),
+        f"{name}.streams.predict": (spec.count**2, spec.count),
+        f"{name}.streams.correct": (spec.count, spec.count),
+        f"{name}.streams.out_scale": (hidden,),
+        f"{name}.past.in": (spec.rank, hidden),
+        f"{name}.past.out": (hidden, spec.rank),
+        f"{name}.past.norm": (hidden,),
+        f"{name}.inputs.in": (spec.input_size, hidden),
+        f"{name}.inputs.out": (hidden, spec.input_size),
+        f"{name}.inputs.norm": (hidden,),
+    }
+
+
 def is_kept_exact(name: str) -> bool:
     """Return whether a matrix is always f32: routers and layers after pooling are small, and errors in them count."""
     return name.endswith((".router", ".shared_gate")) or (name.startswith("pooled.") and name.count(".") == 1)
@@ -436,4 +480,8 @@ def is_kept_exact(name: str) -> bool:
 def is_product(name: str) -> bool:
     """Return whether a precision can be chosen for a tensor: products, the embedding and the head."""
     leaf = name.rsplit(".", 1)[-1]
-    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down", "in", "out"} or name in {"embed", "head"}
+    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down", "in", "out"} or name in {
+        "embed",
+        "head",
+        "inputs.embed",
+    }

@@ -60,6 +60,7 @@ def active_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                 del shapes[name]
     if not spec.tied:
         del shapes["embed"]  # one row is read
+    shapes.pop("inputs.embed", None)
     shapes.pop("positions", None)
     shapes.pop("token_types", None)
     shapes.pop("distances", None)

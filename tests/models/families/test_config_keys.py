@@ -108,6 +108,11 @@ def test_an_unknown_key_is_refused_by_name_unless_it_is_off(name: str, tiny: Tin
         ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-X"}, "letters"),
         ("nemotron-h", {"layers_block_type": None}, "layers_block_type.*missing"),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx"),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale"),
+        ("gemma3n", {"intermediate_size": [96, 96, 96, 96, 64]}, "intermediate_size.*equal"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5, 1.0, 0, 0, 0]}, "activation_sparsity_pattern"),
+        ("gemma3n", {"num_kv_shared_layers": 4}, "num_kv_shared_layers.*kind of layer"),
         ("ministral3-vision", {"text_config": {"model_type": "llama"}}, "must be a Mistral"),
     ],
 )

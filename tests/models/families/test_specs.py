@@ -171,8 +171,34 @@ def test_sparse_gemma3_config_of_the_hub_is_filled_in() -> None:
     assert spec.context == 131_072
 
 
+def test_a_published_config_of_gemma3n_shares_keys_and_values_by_kind() -> None:
+    text = {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+        "altup_coef_clip": 120.0,
+        "altup_lr_multiplier": 1.0,
+        "hidden_size": 2048,
+        "intermediate_size": [8192] * 30,
+        "model_type": "gemma3n_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 10,
+        "max_position_embeddings": 32_768,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 262_400,
+    }
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {"hidden_size": 1536}}
+    spec = spec_of({**config, "text_config": text, "audio_soft_tokens_per_image": 188})
+    assert spec.kv_layers == 20
+    assert [layer.shares for layer in spec.layers[18:26]] == [None, None, 18, 18, 18, 18, 19, 18]
+    assert [layer.window for layer in spec.layers[:6]] == [512] * 4 + [0, 512]
+    assert [layer.gate_cutoff is None for layer in spec.layers[8:12]] == [False, False, True, True]
+
+
 # How a config of transformers 4, and so nearly every one on the hub, says the same.
-TWO_ROPES = {"olmo3", "gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma"}
+TWO_ROPES = {"olmo3", "gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma", "gemma3n", "gemma3n-untied"}
 LEGACY = sorted(
     name for name in set(TINY) - TWO_ROPES if TINY[name].saved is None and not name.startswith("modernbert")
 )

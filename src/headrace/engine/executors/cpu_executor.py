@@ -443,6 +443,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "group_best": experts.group_best if experts else 1,
         "parallel": spec.parallel,
         "attention_gate": spec.attention_gate,
+        "streams": spec.streams.count if spec.streams else 0,
+        "past_rank": spec.streams.rank if spec.streams else 0,
+        "layer_input": spec.streams.input_size if spec.streams else 0,
         "recurrent": None if spec.recurrent is None else _describe_recurrent(spec.recurrent),
         "ropes": [
             {
@@ -462,6 +465,9 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
                 "chunk": layer.chunk,
                 "normed": layer.qk_norm,
                 "grows": layer.grows,
+                "shares": -1 if layer.shares is None else layer.shares,
+                "gate_cutoff": layer.gate_cutoff,
+                "value_norm": spec.value_norm and layer.shares is None,
                 "rope": -1 if layer.rope is None else layer.rope,
                 "experts": experts.count if layer.experts and experts else 0,
             }

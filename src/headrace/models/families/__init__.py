@@ -19,6 +19,7 @@ from headrace.models.families import (
     exaone,
     gemma,
     gemma1,
+    gemma3n,
     glm,
     gpt_oss,
     granite,
@@ -71,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen_next,
     gemma1,
     gemma,
+    gemma3n,
     phi,
     olmo,
     exaone,
@@ -159,6 +161,7 @@ HEADLESS: dict[str, str] = {
     "PhiModel": "PhiForCausalLM",
     "Gemma2Model": "Gemma2ForCausalLM",
     "Gemma3TextModel": "Gemma3ForCausalLM",
+    "Gemma3nTextModel": "Gemma3nForCausalLM",
     "Phi3Model": "Phi3ForCausalLM",
     "Olmo2Model": "Olmo2ForCausalLM",
 }

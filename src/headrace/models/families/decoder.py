@@ -206,6 +206,9 @@ def parameter_bound(spec: ModelSpec) -> int:
     attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
     if (recurrent := spec.recurrent) is not None:
         attention += spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner)
+    if (streams := spec.streams) is not None:
+        inputs = streams.input_size * (streams.input_vocab + 3 * spec.hidden_size)  # of a layer
+        attention += inputs + 2 * (streams.count + streams.rank) * spec.hidden_size
     dense = 3 * spec.hidden_size * spec.intermediate_size
     experts_size = experts.intermediate_size * experts.count + experts.shared_size if experts else 0
     mixture = 3 * spec.hidden_size * experts_size
@@ -247,7 +250,7 @@ def named_sources(
 
     def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
-        if name.endswith((".router_bias", ".sinks", ".step_bias", ".decay", ".skip")):
+        if name.endswith((".router_bias", ".sinks", ".step_bias", ".decay", ".skip", ".out_scale")):
             _, number, leaf = name.split(".", 2)
             return (TensorPart(f"{prefix}{layer}.{number}.{table[leaf][0]}"),)
         if name == "head":
