@@ -218,7 +218,9 @@ class UpstreamConfig(Section, frozen=True):
 def features_of(config: UpstreamConfig) -> UpstreamFeatures:
     """Return the supported features, with defaults of the kind filled in."""
     configured = {name: value for name, value in msgspec.structs.asdict(config.takes).items() if value is not None}
-    return msgspec.structs.replace(KINDS[config.kind], **configured)
+    # A vLLM that others run rejects priorities unless it was started with its priority scheduler, as a managed one is.
+    ours = {"priority": True} if config.kind == "vllm" and config.managed is not None else {}
+    return msgspec.structs.replace(KINDS[config.kind], **(ours | configured))
 
 
 def health_path(config: UpstreamConfig) -> str:

@@ -118,3 +118,55 @@ def test_a_removed_replica_leaves_nothing_and_a_new_one_starts_empty() -> None:
     routes.add_load(first, -5.0)  # what ended there late
     assert send(routes, PREFIX, usable=(1,)) == 1
     assert routes.load(1) == len(PREFIX) + SEQUENCE_COST
+
+
+def shared(*, replicas: int = 4) -> ReplicaRouter:
+    routes = ReplicaRouter()
+    for number in range(replicas):
+        routes.add(number, f"tls://10.0.0.{number}:9000")
+    return routes
+
+
+def test_servers_that_share_workers_send_a_conversation_to_the_same_one() -> None:
+    first, second = shared(), shared()
+    everywhere = range(4)
+    for routes in (first, second):
+        for replica in everywhere:
+            routes.learn(replica, prefix_keys(PREFIX, ""))  # a system prompt that all have
+    homes: list[int] = []
+    for number in range(40):
+        opening = [*PREFIX, *[5000 + number] * 100]
+        keys = prefix_keys(opening, "")
+        home, _ = first.choose(keys, len(opening), everywhere)
+        first.learn(home, keys)
+        longer = [*opening, *range(200)]
+        assert second.choose(prefix_keys(longer, ""), len(longer), everywhere)[0] == home
+        assert first.choose(prefix_keys(longer, ""), len(longer), everywhere)[0] == home
+        homes.append(home)
+    assert all(homes.count(replica) >= 4 for replica in everywhere)
+
+
+def test_a_home_with_more_than_its_share_of_the_load_takes_no_new_conversation() -> None:
+    routes = shared(replicas=2)
+    keys = prefix_keys(PREFIX, "")
+    home, cost = routes.choose(keys, len(PREFIX), (0, 1))
+    routes.add_load(home, 4 * cost)
+    routes.set_other_load(1 - home, cost)
+    assert routes.choose(keys, len(PREFIX), (0, 1))[0] == 1 - home
+    routes.set_other_load(1 - home, 4 * cost)  # other servers' requests count
+    assert routes.choose(keys, len(PREFIX), (0, 1))[0] == home
+
+
+def test_conversations_of_a_lost_worker_move_and_the_others_stay() -> None:
+    openings = [[number] * 100 for number in range(60)]
+
+    def homes(usable: tuple[int, ...]) -> list[int]:
+        return [shared().choose(prefix_keys(each, ""), len(each), usable)[0] for each in openings]
+
+    before, after = homes((0, 1, 2, 3)), homes((0, 1, 2))
+    assert [new for old, new in zip(before, after, strict=True) if old != 3] == [old for old in before if old != 3]
+    assert 3 in before
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    assert prefix_keys([1] * PIECE, "a") == [7158830585536412818]

@@ -166,13 +166,15 @@ async def test_a_vllm_is_started_asked_and_crowded_by_its_own_queue(
         told = json.loads(notes.read_text())
         assert told["gpus"] == "0,1"
         assert told["arguments"][:2] == ["serve", "org/model"]
-        assert told["arguments"][-4:] == ["--tensor-parallel-size", "2", "--max-model-len", "512"]
+        sized = ["--tensor-parallel-size", "2", "--max-model-len", "512"]
+        assert told["arguments"][-6:] == [*sized, "--scheduling-policy", "priority"]
         schema = Grammar("json_schema", '{"type":"object"}')
-        pieces = await soon(pieces_of(upstream, grammar=schema))
+        pieces = await soon(pieces_of(upstream, grammar=schema, priority=5))
         assert "".join(piece.content for piece in pieces) == "one two three"
         asked = json.loads(notes.with_suffix(".asked").read_text())
         assert asked["response_format"]["type"] == "json_schema"
         assert asked["cache_salt"]
+        assert asked["priority"] == -5  # vLLM runs the smallest value first
         assert asked["model"] == "mini@far"
         notes.with_suffix(".metrics").write_text("vllm:num_requests_running 9\nvllm:num_requests_waiting 33\n")
         await until(lambda: not upstream.available)

@@ -117,7 +117,7 @@ class EngineClient:
     def add_replica(self, address: str | PathLike[str], *, standby: bool = False, discovered: bool = False) -> None:
         """Send requests to another replica too, once it is connected. `discovered`: a registry named it."""
         replica = Replica(next(self._replica_numbers), parse_address(address), standby, discovered)
-        self._routes.add(replica.number)
+        self._routes.add(replica.number, str(replica.address) if replica.address.is_remote else "")
         self._replicas.append(replica)
         if self._running:
             replica.task = asyncio.create_task(self._keep(replica))

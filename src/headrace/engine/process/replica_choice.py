@@ -2,26 +2,38 @@
 
 Both are counted in tokens of prefill: a cached prefix is worth exactly the work that it saves, so requests with a
 common prefix stay together until another replica would be faster. Pure logic; a wrong guess costs only time.
+
+Servers that share workers on other hosts do not see one another's requests. So a conversation that this one does not
+know has a home among the replicas, the same for all servers (rendezvous hashing), which takes it unless that has more
+than its share of the load (bounded load).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 PIECE: Final = 64  # tokens per piece; a shorter common prefix is not worth a detour
+_BOUND: Final = 1.25  # of the mean load, up to which a replica takes the conversations whose home it is
 SEQUENCE_COST: Final = 64.0  # tokens of prefill that a running sequence counts as, decoding included
 
 
 def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
-    """Return one key for each whole piece of the tokens. A key identifies everything up to the piece's end."""
+    """Return one key for each whole piece of the tokens. A key identifies everything up to the piece's end, in every
+    process alike."""
     keys: list[int] = []
-    key = hash(salt)
+    key = _stable(salt)
     for start in range(0, len(tokens) - PIECE + 1, PIECE):
         key = hash((key, *tokens[start : start + PIECE]))
         keys.append(key)
     return keys
+
+
+def _stable(text: str) -> int:
+    """Hash a text. `hash` differs between processes."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 class ReplicaRole(NamedTuple):
@@ -55,27 +67,48 @@ class ReplicaRouter:
         self._loads: dict[int, float] = {}
         self._others: dict[int, float] = {}  # loads of other clients, as far as they are known
         self._turns: dict[int, int] = {}
+        self._names: dict[int, int] = {}  # of replicas that have other clients too, hashed
         self._turn = 0
         for number in range(replicas):
             self.add(number)
 
-    def add(self, replica: int) -> None:
+    def add(self, replica: int, name: str = "") -> None:
+        """`name`: of a replica that other servers use too, the same for all of them; such as its address."""
+        if name:
+            self._names[replica] = _stable(name)
         self._known[replica] = OrderedDict()
         self._loads[replica] = self._others[replica] = 0.0
         self._turns[replica] = 0
 
     def remove(self, replica: int) -> None:
-        for each in (self._known, self._loads, self._others, self._turns):
+        for each in (self._known, self._loads, self._others, self._turns, self._names):
             each.pop(replica, None)
 
     def choose(self, keys: Sequence[int], length: int, usable: Sequence[int]) -> tuple[int, float]:
         """Return a replica for a prompt of `length` tokens with these keys, and the load that it adds there."""
-        costs = {replica: SEQUENCE_COST + length - PIECE * self._matched(replica, keys) for replica in usable}
-        # Equal replicas take turns.
-        chosen = min(usable, key=lambda replica: (self.load(replica) + costs[replica], self._turns[replica]))
+        matched = {replica: self._matched(replica, keys) for replica in usable}
+        costs = {replica: SEQUENCE_COST + length - PIECE * matched[replica] for replica in usable}
+        chosen = self._home(keys, matched, costs)
+        if chosen is None:
+            # Equal replicas take turns.
+            chosen = min(usable, key=lambda replica: (self.load(replica) + costs[replica], self._turns[replica]))
         self._turn += 1
         self._turns[chosen] = self._turn
         return chosen, costs[chosen]
+
+    def _home(self, keys: Sequence[int], matched: Mapping[int, int], costs: Mapping[int, float]) -> int | None:
+        """Return the home of a prompt that this server does not know, among the replicas that match most of it; None if
+        it is known, or no home has room."""
+        most = max(matched.values())
+        homes = [replica for replica, pieces in matched.items() if pieces == most and replica in self._names]
+        if most == len(keys) or len(homes) < 2:
+            return None
+        first = keys[most]  # the first unknown piece tells conversations with one system prompt apart
+        total = sum(map(self.load, matched))
+        for replica in sorted(homes, key=lambda each: hash((first, self._names[each]))):
+            if self.load(replica) <= _BOUND * total / len(matched) + costs[replica] / 2:
+                return replica
+        return None
 
     def add_load(self, replica: int, tokens: float) -> None:
         if replica in self._loads:  # it may have been removed

@@ -45,9 +45,16 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 def command_of(
-    kind: str, config: ManagedConfig, *, served_name: str, port: int, key: str, context: int | None
+    kind: str,
+    config: ManagedConfig,
+    *,
+    served_name: str,
+    port: int,
+    key: str,
+    context: int | None,
+    priority: bool = False,
 ) -> list[str]:
-    """Return the command that starts the engine. `context`: tokens of a request."""
+    """Return the command that starts the engine. `context`: tokens of a request. `priority`: requests have one."""
     given = [*(config.command or _COMMANDS[kind])]
     address = ["--host", "127.0.0.1", "--port", str(port)]
     adapters = [f"{name}={path}" for name, path in config.adapters.items()]
@@ -62,6 +69,7 @@ def command_of(
                 "--kv-cache-dtype": config.kv_dtype,
                 "--max-model-len": context,
                 "--max-num-seqs": config.sequences,
+                "--scheduling-policy": "priority" if priority else None,
             }
             if adapters:
                 given += [

@@ -123,7 +123,15 @@ class Upstream:
         served_name = config.model or name
         config = replace(config, url=f"http://127.0.0.1:{port}/v1", model=served_name)
         upstream = cls(name, config, key=key, tokenizer=tokenizer)
-        command = command_of(config.kind, managed, served_name=served_name, port=port, key=key, context=config.context)
+        command = command_of(
+            config.kind,
+            managed,
+            served_name=served_name,
+            port=port,
+            key=key,
+            context=config.context,
+            priority=bool(features_of(config).priority),
+        )
         upstream.engine = ManagedEngine(
             name,
             managed,
