@@ -23,7 +23,7 @@ from tests.support.config_text import mistakes
         ("models.a.variants.'x y' = {}", 'models.a.variants."x y": expected a name'),
         ("models.a.surface = 'phone'", 'models.a.surface: unknown surface "phone"; known surfaces: chat, voice'),
         ("surfaces.phone = {}", 'surfaces.phone: unknown surface "phone"'),
-        ("models.a.options.weights = 'int3'", "models.a.options.weights: Unknown precision 'int3'"),
+        ("models.a.options.weights = 'int5'", "models.a.options.weights: Unknown precision 'int5'"),
         ("models.a.variants.x.kv = 'f8'", "models.a.variants.x.kv: Unknown KV type 'f8'"),
         ("models.a.options.speculation = 'x'", "models.a.options.speculation: 'speculation' must be one of"),
         ("models.a.options.batch_mode = 'x'", "models.a.options.batch_mode: 'batch_mode' must be one of"),

@@ -18,14 +18,14 @@ from tests.support.tiny_engine import open_tiny
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
-        ({"weights": "int3"}, "weights"),
+        ({"weights": "int5"}, "weights"),
         ({"kv": "f8"}, "kv"),
         ({"keep": ["x"]}, "keep"),
         ({"group": 64}, "group"),
         ({"speculation": "magic"}, "speculation"),
         ({"speculation": "model"}, "draft_model"),
         ({"draft_model": "draft"}, "draft_model"),
-        ({"draft_weights": "int3"}, "draft_weights"),
+        ({"draft_weights": "int5"}, "draft_weights"),
         ({"speculation": "self"}, "skip_layers"),
         ({"skip_layers": [1]}, "skip_layers"),
         ({"threads": 0}, "threads"),
