@@ -50,6 +50,7 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
   check_natural(source, "the source");
   DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
   Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false, multiples);
+  if (is_table(layout.format)) refuse("weights are not rounded to " + format + ": pack codes");
   if (static_cast<int64_t>(out.size()) != layout.bytes)
     refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");

@@ -20,7 +20,7 @@ void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t*
   if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
 #endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
-  const bool symmetric_bytes = layout.format == Format::kInt8 && !layout.asymmetric;
+  const bool symmetric_bytes = is_bytes(layout.format) && !layout.asymmetric;
   const bool bounded = layout.format == Format::kInt8 && layout.asymmetric;
   // A product's sum of a group starts at -zero * sum of the row's codes: weights are code - zero, codes are multiplied.
   const int32_t factor = layout.asymmetric ? 1 : -symmetric_zero(layout.format);

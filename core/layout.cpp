@@ -13,7 +13,12 @@ Format format_from_name(const std::string& name) {
   if (name == "int4") return Format::kInt4;
   if (name == "int3") return Format::kInt3;
   if (name == "int2") return Format::kInt2;
-  throw std::invalid_argument("unknown weight format '" + name + "': expected f32, bf16, int8, int4, int3 or int2");
+  if (name == "nf4") return Format::kNf4;
+  if (name == "fp4") return Format::kFp4;
+  if (name == "mxfp4") return Format::kMxfp4;
+  if (name == "iq4") return Format::kIq4;
+  throw std::invalid_argument("unknown weight format '" + name +
+                              "': expected f32, bf16, int8, int4, int3, int2, nf4, fp4, mxfp4 or iq4");
 }
 
 Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
@@ -24,7 +29,8 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
     throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
   }
-  if (multiples && (!is_small(format) || group != kMultipleGroup || asymmetric)) {
+  if (is_table(format) && asymmetric) throw std::invalid_argument("codes of a table have no zeros");
+  if (multiples && (!is_small(format) || is_table(format) || group != kMultipleGroup || asymmetric)) {
     throw std::invalid_argument("multiples are for symmetric int4, int3 and int2 in groups of 32");
   }
   Layout layout;
@@ -70,6 +76,10 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     case Format::kInt4:
     case Format::kInt3:
     case Format::kInt2:
+    case Format::kNf4:
+    case Format::kFp4:
+    case Format::kMxfp4:
+    case Format::kIq4:
       break;
   }
   for (int64_t b = 0; b < layout.blocks; ++b) {
@@ -86,6 +96,7 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
       const CodePlace at = place_of_code(layout.format, k, lane);
       int32_t code = (codes[at.byte] >> at.shift) & ((1 << at.bits) - 1);
       if (at.high_byte >= 0) code |= ((codes[at.high_byte] >> at.high_shift) & 1) << at.bits;
+      if (is_table(layout.format)) code = table_of(layout.format)[code];
       // Whole numbers of at most 127 * 8: a product of theirs and the scale is rounded once.
       const int32_t multiple = layout.multiples ? multiples[k / layout.group * kPanel + lane] : 1;
       out[first + k] = block_scale * static_cast<float>(multiple * (code - zero));

@@ -14,6 +14,9 @@
 //   int3   the same with group/32 times three rows of bytes. Of inputs 0..31 in eight fours, row i has in its bits 0..2
 //          four 2i and in its bits 3..5 four 2i + 1; fours 6 and 7 have their lower two bits on top of rows 0 and 1,
 //          and their highest on top of row 2: so most codes take a shift and a mask, as int4's do
+//   tables of 16 values (nf4, fp4, mxfp4, iq4): as int4; a code stands for a byte of the table, which is what an int8
+//   code
+//          is, and a product has the bits that it has for int8
 //   int4, int3 and int2 by multiples: per block of four groups of 32 inputs: [32] f16 scales, four times [32] i8
 //   multiples, then the
 //          groups' codes as above; a last block may have fewer groups, but has room for four times its multiples
@@ -39,7 +42,7 @@ constexpr int64_t kMultipleGroup = 32;  // inputs that share a multiple, and gro
 constexpr int64_t kMultipleGroups = 4;
 constexpr int64_t kMaxInputs = 65536;  // a product of int8 codes over all inputs must fit 32 bits
 
-enum class Format : int { kF32, kBf16, kInt8, kInt4, kInt3, kInt2 };
+enum class Format : int { kF32, kBf16, kInt8, kInt4, kInt3, kInt2, kNf4, kFp4, kMxfp4, kIq4 };
 
 // Bits of a weight.
 static constexpr int64_t bits_of(Format format) {
@@ -51,6 +54,10 @@ static constexpr int64_t bits_of(Format format) {
     case Format::kInt8:
       return 8;
     case Format::kInt4:
+    case Format::kNf4:
+    case Format::kFp4:
+    case Format::kMxfp4:
+    case Format::kIq4:
       return 4;
     case Format::kInt3:
       return 3;
@@ -97,7 +104,30 @@ struct Layout {
   int64_t block_inputs(int64_t b) const { return b < blocks - 1 ? block : padded_inputs - b * block; }
 };
 
-static constexpr int32_t symmetric_zero(Format format) { return 1 << (bits_of(format) - 1); }
+// Bytes that codes stand for, four times: a vector of 64 bytes.
+struct CodeTable {
+  alignas(64) uint8_t bytes[64];
+};
+static constexpr CodeTable code_table(const int (&values)[16]) {
+  CodeTable table{};
+  for (int i = 0; i < 64; ++i) table.bytes[i] = static_cast<uint8_t>(values[i % 16] + 128);
+  return table;
+}
+// The values of NF4 and FP4 by such a factor that whole numbers are nearest to them: 124.34 and 120. Those of MXFP4 are
+// doubled, and IQ4's are whole numbers, so both are exact.
+inline constexpr CodeTable kCodeTables[] = {
+    code_table({-124, -87, -65, -49, -35, -23, -11, 0, 10, 20, 31, 42, 55, 70, 90, 124}),
+    code_table({0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30}),
+    code_table({0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}),
+    code_table({-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}),
+};
+static constexpr bool is_table(Format format) { return format >= Format::kNf4; }
+static constexpr bool is_bytes(Format format) { return format == Format::kInt8 || is_table(format); }  // as multiplied
+static inline const uint8_t* table_of(Format format) {
+  return kCodeTables[static_cast<int>(format) - static_cast<int>(Format::kNf4)].bytes;
+}
+
+static constexpr int32_t symmetric_zero(Format format) { return is_table(format) ? 128 : 1 << (bits_of(format) - 1); }
 
 // The places of a code's bits in the codes of a group or a block, for input k of a panel's lane: its lower bits,
 // shifted by `shift`, and in int3 its highest bit, where that stands apart.
@@ -114,7 +144,7 @@ static constexpr CodePlace place_of_code(Format format, int64_t k, int64_t lane)
   const int64_t at = lane * 4 + k % 4;
   const int four = static_cast<int>(k % 32 / 4);
   if (format == Format::kInt8) return {k / 4 * kRow + at, 0, 8};
-  if (format == Format::kInt4) return {k / 8 * kRow + at, four % 2 * 4, 4};
+  if (format == Format::kInt4 || is_table(format)) return {k / 8 * kRow + at, four % 2 * 4, 4};
   if (format == Format::kInt2) return {k / 16 * kRow + at, four % 4 * 2, 2};
   const int64_t run = k / 32 * 3 * kRow + at;
   if (four < 6) return {run + four / 2 * kRow, four % 2 * 3, 3};

@@ -144,28 +144,34 @@ void round_row(const float* row, int64_t width, const Layout& layout, uint16_t* 
 }
 #endif
 
-// How a pass finds the codes of integer weights: in bytes, or in fewer bits as the layout has them; or in bytes to
-// which such codes were widened, for many passes.
-enum class Held { kBytes, kNibbles, kThrees, kPairs, kWidened };
+// How a pass finds the codes of integer weights: in bytes, or in fewer bits as the layout has them, or as places in a
+// table of bytes; or in bytes to which such codes were widened, for many passes: small ones, or those of a table.
+enum class Held { kBytes, kNibbles, kThrees, kPairs, kTable, kWidened, kWidenedTable };
 
 template <Held kHeld>
-constexpr int64_t kBitsOf = kHeld == Held::kNibbles  ? 4
-                            : kHeld == Held::kThrees ? 3
-                            : kHeld == Held::kPairs  ? 2
-                                                     : 8;
+constexpr bool kWasWidened = kHeld == Held::kWidened || kHeld == Held::kWidenedTable;
+// Whether codes need all of a byte's range, not a half of it.
+template <Held kHeld>
+constexpr bool kFullBytes = kHeld == Held::kBytes || kHeld == Held::kTable || kHeld == Held::kWidenedTable;
+
+template <Held kHeld>
+constexpr int64_t kBitsOf = kHeld == Held::kNibbles || kHeld == Held::kTable ? 4
+                            : kHeld == Held::kThrees                         ? 3
+                            : kHeld == Held::kPairs                          ? 2
+                                                                             : 8;
 
 template <Held kHeld>
 constexpr int64_t kCodesStep = 4 * kBitsOf<kHeld>;  // bytes of a panel's codes of one input
 
 constexpr int64_t kRunInputs = 32;  // whose codes lie together in every format
 
-// Codes of four inputs, from `k` of a run on, of one vector's channels. `codes` are the vector's of the run. They are
-// read once for each four: all of a run at once would not stay in registers.
+// Codes of four inputs, or their places in a table, from `k` of a run on, of one vector's channels. `codes` are the
+// vector's of the run. They are read once for each four: all of a run at once would not stay in registers.
 template <Held kHeld>
 inline HEADRACE_INLINE Codes load_four(const uint8_t* codes, int64_t k) {
   constexpr int64_t kRow = 4 * kPanel;
   const int four = static_cast<int>(k / 4);
-  if constexpr (kHeld == Held::kNibbles) {
+  if constexpr (kHeld == Held::kNibbles || kHeld == Held::kTable) {
     const Codes pairs = load_codes(codes + four / 2 * kRow);
     return four % 2 != 0 ? high_nibbles(pairs) : low_nibbles(pairs);
   } else if constexpr (kHeld == Held::kPairs) {
@@ -179,14 +185,33 @@ inline HEADRACE_INLINE Codes load_four(const uint8_t* codes, int64_t k) {
   }
 }
 
+template <Held kHeld>
+inline HEADRACE_INLINE Codes look_up_if_table(const Codes& table, const Codes& codes) {
+  if constexpr (kHeld == Held::kTable) {
+    return look_up(table, codes);
+  } else {
+    return codes;
+  }
+}
+
+template <Held kHeld>
+inline HEADRACE_INLINE Codes load_table(Format format) {
+  if constexpr (kHeld == Held::kTable) {
+    return load_codes(table_of(format));
+  } else {
+    return Codes{};
+  }
+}
+
 // `inputs` (whole runs) of small codes as the rows of four bytes that a product multiplies.
 template <Held kHeld>
-inline void widen_codes(const uint8_t* codes, int64_t inputs, uint8_t* out) {
+inline void widen_codes(Format format, const uint8_t* codes, int64_t inputs, uint8_t* out) {
+  const Codes table = load_table<kHeld>(format);
   for (int64_t begin = 0; begin < inputs; begin += kRunInputs, codes += kRunInputs * kCodesStep<kHeld>) {
 #pragma GCC unroll 8
     for (int64_t k = 0; k < kRunInputs; k += 4, out += 128) {
-      store_codes(out, load_four<kHeld>(codes, k));
-      store_codes(out + 64, load_four<kHeld>(codes + 64, k));
+      store_codes(out, look_up_if_table<kHeld>(table, load_four<kHeld>(codes, k)));
+      store_codes(out + 64, look_up_if_table<kHeld>(table, load_four<kHeld>(codes + 64, k)));
     }
   }
 }
@@ -198,9 +223,11 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
     for (int64_t b = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
       const uint8_t* codes = record + layout.header_bytes;
       const int64_t inputs = layout.block_inputs(b);
-      if (layout.format == Format::kInt4) widen_codes<Held::kNibbles>(codes, inputs, out);
-      if (layout.format == Format::kInt3) widen_codes<Held::kThrees>(codes, inputs, out);
-      if (layout.format == Format::kInt2) widen_codes<Held::kPairs>(codes, inputs, out);
+      const Format format = layout.format;
+      if (format == Format::kInt4) widen_codes<Held::kNibbles>(format, codes, inputs, out);
+      if (format == Format::kInt3) widen_codes<Held::kThrees>(format, codes, inputs, out);
+      if (format == Format::kInt2) widen_codes<Held::kPairs>(format, codes, inputs, out);
+      if (is_table(format)) widen_codes<Held::kTable>(format, codes, inputs, out);
       out += inputs * kPanel;
     }
   }
@@ -209,11 +236,11 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
 // int8 needs all of a byte's range, small codes a half of it, so that some instruction sets add up more inputs of it
 // before they widen the sums.
 template <Held kHeld>
-constexpr int kFoursOf = kHeld == Held::kBytes ? 1 : kSmallFours;  // of inputs that one step takes
+constexpr int kFoursOf = kFullBytes<kHeld> ? 1 : kSmallFours;  // of inputs that one step takes
 
 template <Held kHeld, bool kAsymmetric>
 inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
-  if constexpr (kHeld == Held::kBytes) {
+  if constexpr (kFullBytes<kHeld>) {
     return kAsymmetric ? dot4(sum, codes[0], inputs) : dot4_signed(sum, codes[0], inputs);
   } else {
     return dot_small(sum, codes, inputs);
@@ -247,6 +274,7 @@ struct IntegerPass {
         stride(args.quantised->stride),
         groups_stride(args.quantised->groups_stride),
         codes(args.quantised->codes + (args.first_row + row) * stride),
+        table(load_table<kHeld>(layout.format)),
         scales(args.quantised->scales + (args.first_row + row) * groups_stride),
         sums(args.quantised->sums + (args.first_row + row) * groups_stride) {}
 
@@ -256,7 +284,7 @@ struct IntegerPass {
       const int64_t place = half + v();
       const uint8_t* start = record + place / kPanelVectors * layout.panel_bytes + b * layout.block_bytes;
       found.headers[v()] = start + place % kPanelVectors * 32;
-      found.codes[v()] = kHeld == Held::kWidened
+      found.codes[v()] = kWasWidened<kHeld>
                              ? widened + (place / kPanelVectors * layout.padded_inputs + b * layout.block) * kPanel
                              : start + layout.header_bytes;
       found.codes[v()] += place % kPanelVectors * 64;
@@ -284,6 +312,7 @@ struct IntegerPass {
   const int64_t stride;  // of the rows, as in QuantisedRows
   const int64_t groups_stride;
   const int8_t* const codes;
+  const Codes table;
   const float* const scales;
   const int32_t* const sums;
 };
@@ -340,8 +369,8 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
           Codes operands[kVectors][kFours];
           each<kVectors, kFours>([&](auto v, auto four) HEADRACE_INLINE {
             const uint8_t* run = block.codes[v()] + asked * kCodesStep<kHeld>;
-            const Codes codes = load_four<kHeld>(run, k + four() * 4);
-            operands[v()][four()] = kHeld == Held::kBytes && !kAsymmetric ? signed_codes(codes) : codes;
+            const Codes codes = look_up_if_table<kHeld>(pass.table, load_four<kHeld>(run, k + four() * 4));
+            operands[v()][four()] = kFullBytes<kHeld> && !kAsymmetric ? signed_codes(codes) : codes;
           });
           add_products(operands, asked + k);
         }
@@ -402,10 +431,13 @@ inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, in
                         Ahead& ahead) {
   if constexpr (kRows > 0) {
     if (count < kRows) return integers_of<kHeld, kRows - 1, kVectors>(args, vector, row, count, widened, ahead);
-    if constexpr (kHeld != Held::kBytes) {
+    if constexpr (!kFullBytes<kHeld>) {
       if (args.weights->layout.multiples) {
         return product_multiples<kHeld, kRows, kVectors>(args, vector, row, widened, ahead);
       }
+    }
+    if constexpr (kFullBytes<kHeld> && kHeld != Held::kBytes) {
+      return product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
     }
     args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kVectors>(args, vector, row, widened, ahead)
                                     : product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
@@ -415,10 +447,16 @@ inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, in
 template <int kRows, int kVectors>
 inline void integers(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
                      Ahead& ahead) {
+  const Format format = args.weights->layout.format;
+  if (is_table(format)) {
+    return widened == nullptr
+               ? integers_of<Held::kTable, kRows, kVectors>(args, vector, row, count, widened, ahead)
+               : integers_of<Held::kWidenedTable, kRows, kVectors>(args, vector, row, count, widened, ahead);
+  }
   if (widened != nullptr) {
     return integers_of<Held::kWidened, kRows, kVectors>(args, vector, row, count, widened, ahead);
   }
-  switch (args.weights->layout.format) {
+  switch (format) {
     case Format::kInt4:
       return integers_of<Held::kNibbles, kRows, kVectors>(args, vector, row, count, widened, ahead);
     case Format::kInt3:
@@ -431,16 +469,23 @@ inline void integers(const ProductArgs& args, int64_t vector, int64_t row, int64
 }
 
 // Formats whose codes become numbers as they are; of the others a symmetric zero is taken off at once.
-constexpr bool is_unshifted(Format format) { return format == Format::kInt3 || format == Format::kInt2; }
+constexpr bool is_unshifted(Format format) { return is_small(format) && format != Format::kInt4; }
+
+template <Format kFormat>
+constexpr Held kHeldOf = kFormat == Format::kInt3   ? Held::kThrees
+                         : kFormat == Format::kInt2 ? Held::kPairs
+                         : is_table(kFormat)        ? Held::kTable
+                                                    : Held::kBytes;
 
 // Four inputs of a vector of channels as numbers.
 template <Format kFormat>
-inline HEADRACE_INLINE void load_widened(const uint8_t* codes, int64_t k, F16 (&quad)[4]) {
+inline HEADRACE_INLINE void load_widened(const uint8_t* codes, int64_t k, const Codes& table, F16 (&quad)[4]) {
   if constexpr (kFormat == Format::kInt8) {
     load_u8_quads(codes + k * kPanel, quad);
   } else if constexpr (is_unshifted(kFormat)) {
-    constexpr Held kHeld = kFormat == Format::kInt3 ? Held::kThrees : Held::kPairs;
-    float_quads(load_four<kHeld>(codes + k / kRunInputs * kRunInputs * kCodesStep<kHeld>, k % kRunInputs), quad);
+    const uint8_t* run = codes + k / kRunInputs * kRunInputs * kCodesStep<kHeldOf<kFormat>>;
+    const Codes four = load_four<kHeldOf<kFormat>>(run, k % kRunInputs);
+    float_quads(look_up_if_table<kHeldOf<kFormat>>(table, four), quad);
   } else {
     codes += k / 8 * 4 * kPanel;
     k % 8 == 0 ? load_u4_quads<false>(codes, quad) : load_u4_quads<true>(codes, quad);
@@ -455,6 +500,7 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
   const int64_t half = vector % kPanelVectors;
   const uint8_t* record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
   const float* inputs = args.rows + (args.first_row + row) * args.rows_stride;
+  const Codes table = load_table<kHeldOf<kFormat>>(layout.format);
   F16 totals[kRows][kVectors];
   clear(totals);
   for (int64_t b = 0; b < layout.blocks; ++b, record += layout.block_bytes) {
@@ -478,7 +524,7 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
         if (k % kAskInputs == 0) ahead.ask();
         F16 quads[kVectors][4];
         each<kVectors>([&](auto v) HEADRACE_INLINE {
-          load_widened<kFormat>(codes + v() * 64, k, quads[v()]);
+          load_widened<kFormat>(codes + v() * 64, k, table, quads[v()]);
           if (is_unshifted(kFormat) || layout.asymmetric) {
             each<4>([&](auto j) HEADRACE_INLINE { quads[v()][j()] = add(quads[v()][j()], shifts[v()]); });
           }
@@ -564,6 +610,13 @@ inline void write_products(const ProductArgs& args, const Pass& pass, int64_t ve
       if (!args.weights->layout.float_rows) break;
       return pass.few ? floats<Format::kInt2, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
                       : floats<Format::kInt2, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+    case Format::kNf4:
+    case Format::kFp4:
+    case Format::kMxfp4:
+    case Format::kIq4:
+      if (!args.weights->layout.float_rows) break;
+      return pass.few ? floats<Format::kNf4, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
+                      : floats<Format::kNf4, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
   }
   if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
   if (vectors == kVectorsInteger) {

@@ -205,6 +205,9 @@ inline Codes with_bits_at(Codes x, Codes other, int shift, int mask) {
   const Codes bits = bits_at(other, shift, mask);
   return {_mm256_or_si256(x.a, bits.a), _mm256_or_si256(x.b, bits.b)};
 }
+inline Codes look_up(Codes table, Codes x) {
+  return {_mm256_shuffle_epi8(table.a, x.a), _mm256_shuffle_epi8(table.b, x.b)};
+}
 template <int kByte>
 inline F16 floats_of_byte(Codes x) {
   const __m256i byte = _mm256_set1_epi32(255);

@@ -192,6 +192,7 @@ inline Codes with_bits_at(Codes x, Codes other, int shift, int mask) {
   return _mm512_ternarylogic_epi32(x, shifted, _mm512_set1_epi8(static_cast<char>(mask)),
                                    0xf8);  // x | (shifted & mask)
 }
+inline Codes look_up(Codes table, Codes x) { return _mm512_shuffle_epi8(table, x); }
 inline void float_quads(Codes x, F16 out[4]) {
   const __m512i byte = _mm512_set1_epi32(255);
   out[0] = _mm512_cvtepi32_ps(_mm512_and_si512(x, byte));

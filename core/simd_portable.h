@@ -189,6 +189,11 @@ inline Codes with_bits_at(const Codes& x, const Codes& other, int shift, int mas
   for (int i = 0; i < 64; ++i) result.v[i] |= x.v[i];
   return result;
 }
+inline Codes look_up(const Codes& table, const Codes& x) {
+  Codes result;
+  for (int i = 0; i < 64; ++i) result.v[i] = table.v[x.v[i] & 15];
+  return result;
+}
 inline void float_quads(const Codes& x, F16 out[4]) {
   for (int j = 0; j < 4; ++j) {
     for (int i = 0; i < 16; ++i) out[j].v[i] = static_cast<float>(x.v[4 * i + j]);

@@ -11,7 +11,7 @@ ROTATION_UNIT: int  # rotated weights have a multiple of so many inputs
 LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
 KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version are of no use
 
-Format = Literal["f32", "bf16", "int8", "int4", "int3", "int2"]
+Format = Literal["f32", "bf16", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
 SourceType = Literal["f32", "bf16", "f16"]
 KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 

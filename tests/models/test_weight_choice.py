@@ -17,9 +17,18 @@ from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors, packed_size
-from headrace.models.precision import Precision
+from headrace.models.precision import Precision, WeightFormat
 from headrace.models.weight_choice import choose_plan, describe_choice, prediction_tensors
-from tests.models.quantised.quantised_models import GROUP, SCHEMES, Quantised, build_quantised, gptq
+from tests.models.quantised.quantised_models import (
+    FP4,
+    GROUP,
+    NF4,
+    SCHEMES,
+    Quantised,
+    build_quantised,
+    four_bits,
+    gptq,
+)
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import build, prompt
 
@@ -127,6 +136,26 @@ def test_stored_codes_meet_rows_that_are_not_quantised_if_asked(name: str, built
         executor.close()
     expected = quantised.logits(tokens)
     assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("table", "kind"), [(NF4, "nf4"), (FP4, "fp4")])
+def test_a_table_that_whole_numbers_come_near_to_is_kept_beside_rows_of_floats(
+    table: tuple[float, ...], kind: WeightFormat, tmp_path: Path
+) -> None:
+    folder = open_model(build_quantised(four_bits(table, kind, nested=True, block=32), tmp_path).folder)
+    assert choose_plan(folder).name == "int8-g32"
+    plan = choose_plan(folder, "auto-a16")
+    expected = Precision(kind, 32, stored=True, float_rows=True)
+    assert plan.precision("layers.0.mlp.gate_up") == expected
+    loaded = load_tensors(folder, plan, _core.Pool(1), cache=None)
+    assert loaded.bytes == packed_size(folder.spec, folder.shapes, plan)
+    packed = loaded.tensors["layers.1.mlp.down"]
+    assert isinstance(packed, _core.Packed)
+    dense = folder.tensor("layers.1.mlp.down").to_f32()
+    assert np.abs(packed.unpack() - dense).max() < 0.0045 * np.abs(dense).max()
+    codes = folder.weights.codes(folder.sources["layers.1.mlp.down"][0].name)
+    assert codes is not None
+    assert np.abs(codes.dense() - packed.unpack()).max() < 2.0**-11 * np.abs(dense).max()  # the core has the same table
 
 
 def test_a_named_precision_and_keep_win(built: Built) -> None:

@@ -254,7 +254,7 @@ def _stored_codes(
     inputs = stored.codes.shape[1]
     first = runs(inputs, stored.group)[:: precision.group]  # the stored group of each group
     zeros = stored.zeros[:, first]
-    if precision.zeros:
+    if precision.zeros or stored.table is not None:
         return stored.codes, stored.scales[:, first], zeros
     middle = 1 << (stored.bits - 1)
     if (zeros != middle).any():

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-WeightFormat = Literal["f32", "bf16", "int8", "int4", "int3", "int2"]
+WeightFormat = Literal["f32", "bf16", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
 KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
 AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
@@ -25,6 +25,7 @@ AUTOS: Final = frozenset({AUTO, AUTO_FLOAT_ROWS})
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
 _PLAIN: Final = "-plain"
 _FLOAT_ROWS: Final = "-a16"
+TABLES: Final = frozenset({"nf4", "fp4", "mxfp4", "iq4"})  # codes of files that stand for the 16 values of a table
 _BITS: Final[dict[str, int]] = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 SMALL: Final = frozenset({"int4", "int3", "int2"})  # formats whose group scales may be multiples
 # Small codes take groups of 32 because they are coarse and gain most from close scales. int8 hardly gains, and its
@@ -45,14 +46,14 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        if self.format not in _DEFAULT_GROUP:
+        if not self.is_integer:
             return self.format
         name = f"{self.format}-{f'g{self.group}' if self.group else 'channel'}{_FLOAT_ROWS if self.float_rows else ''}"
         return name if self.rotated or self.stored else f"{name}{_PLAIN}"
 
     @property
     def is_integer(self) -> bool:
-        return self.format in _DEFAULT_GROUP
+        return self.format in _DEFAULT_GROUP or self.format in TABLES
 
     @property
     def zero(self) -> int:
@@ -62,7 +63,7 @@ class Precision(msgspec.Struct, frozen=True):
     @property
     def bits(self) -> float:
         """Bits per weight, including its share of the scales, for long rows."""
-        plain = _BITS[self.format]
+        plain = _BITS.get(self.format, 4)
         if self.multiples:
             return plain + 8 / self.group + 16 / (4 * self.group)
         return plain + ((32 if self.zeros else 16) / self.group if self.group else 0)
@@ -87,7 +88,7 @@ def parse_precision(
     format_name, dash, suffix = weights.removesuffix(_FLOAT_ROWS).partition("-")
     rotated = not text.endswith(_PLAIN)
     float_rows = weights.endswith(_FLOAT_ROWS)
-    if format_name not in get_args(WeightFormat):
+    if format_name not in _BITS:
         raise RequestError(
             f"Unknown precision '{text}'. Expected f32, bf16, int8, int4, int3 or int2; integers may end in -g32, "
             "-g64, -g128 or -channel, then in -a16, and then in -plain.",

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.models.formats.gguf_blocks import BLOCKS, TYPE_NAMES, decode_rows, exact_codes
+from headrace.models.formats.gguf_blocks import BLOCKS, IQ4_VALUES, TYPE_NAMES, decode_rows, exact_codes
 
 SIZES = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in BLOCKS}
 
@@ -52,6 +52,20 @@ def test_codes_and_scales_give_the_same_values_exactly(name: str, zero: int) -> 
 
     values = (codes.astype(np.float32) - zero).reshape(16, 3, 32) * scales[:, :, None]
     np.testing.assert_array_equal(values.reshape(16, 96), decode_rows(rows, name))
+
+
+@pytest.mark.parametrize("name", ["IQ4_NL", "IQ4_XS"])
+def test_codes_for_a_table_give_the_same_values_exactly(name: str) -> None:
+    weights, size = SIZES[name]
+    blocks = np.random.default_rng(6).integers(0, 256, (24, size), dtype=np.uint8)
+    blocks[:, :2] = np.array([0.37], np.float16).view(np.uint8)
+    rows = blocks.reshape(8, -1)
+
+    codes, scales = exact_codes(rows, name)
+
+    assert codes.max() == 15
+    values = IQ4_VALUES[codes].astype(np.float32).reshape(8, -1, 32) * scales[:, :, None]
+    np.testing.assert_array_equal(values.reshape(8, 3 * weights), decode_rows(rows, name))
 
 
 def test_many_rows_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

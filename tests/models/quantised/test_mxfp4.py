@@ -12,10 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
+from headrace.models.packing import load_tensors
+from headrace.models.precision import Precision
 from headrace.models.weight_choice import choose_plan, describe_choice
 from tests.models.tiny_configs import CONTEXT, SIZES
 from tests.models.tiny_models import prompt, randomise, write_tokenizer
@@ -91,10 +94,15 @@ def test_logits_are_those_of_transformers(folder: Path, model: Any) -> None:
     assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-4
 
 
-def test_codes_are_kept_as_whole_numbers(folder: Path) -> None:
+def test_codes_are_kept_in_four_bits_with_their_exact_values(folder: Path) -> None:
     opened = open_model(folder)
     plan = choose_plan(opened)
-    assert describe_choice(opened, plan) == "int8-g32 from MXFP4: the codes in the files"
+    assert describe_choice(opened, plan) == "mxfp4-g32 from MXFP4: the codes in the files"
+    assert Precision("mxfp4", 32, stored=True).bits == 4.5
+    name = "layers.0.mlp.experts.0.down"
+    held = load_tensors(opened, plan, _core.Pool(1), cache=None).tensors[name]
+    assert isinstance(held, _core.Packed)
+    assert np.array_equal(held.unpack(), opened.tensor(name).to_f32())
     (kept,) = logits(CpuExecutor.load(opened, kv="f32", threads=2, context=CONTEXT), [prompt(20)])
     (exact,) = logits(CpuExecutor.load(opened, weights="f32", kv="f32", threads=2, context=CONTEXT), [prompt(20)])
     assert np.abs(kept - exact).max() / np.abs(exact).max() < 0.05  # activations have 8 bits

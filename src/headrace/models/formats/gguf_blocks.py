@@ -19,7 +19,7 @@ _NIBBLES: Final = np.array([0, 4], dtype=np.uint8)[:, None]
 _PAIRS: Final = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
 _BITS: Final = np.arange(8, dtype=np.uint8)[:, None]
 _IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
-_IQ4_CODES: Final = (_IQ4 + np.float32(128)).astype(np.uint8)
+IQ4_VALUES: Final = _IQ4.astype(np.int16)  # what the codes of IQ4_NL and IQ4_XS stand for
 
 
 class Block(NamedTuple):
@@ -51,7 +51,8 @@ def decode_rows(rows: Bytes, type_name: str) -> F32:
 
 
 def exact_codes(rows: Bytes, type_name: str) -> Codes:
-    """Return the codes and scales of rows of a type in EXACT_BITS. The zero is in the middle: 128, or 8 of Q4_0."""
+    """Return the codes and scales of rows of a type in EXACT_BITS. The zero is in the middle: 128, or 8 of Q4_0. Codes
+    of IQ4_NL and IQ4_XS stand for IQ4_VALUES."""
     block = BLOCKS[type_name]
     blocks = np.ascontiguousarray(rows).reshape(-1, block.bytes)
     scales = _half(blocks, 0)
@@ -63,9 +64,9 @@ def exact_codes(rows: Bytes, type_name: str) -> Codes:
         case "Q4_0":
             codes = _nibbles(blocks[:, 2:], 16)
         case "IQ4_NL":
-            codes = _IQ4_CODES[_nibbles(blocks[:, 2:], 16)]
+            codes = _nibbles(blocks[:, 2:], 16)
         case _:
-            codes = _IQ4_CODES[_nibbles(blocks[:, 8:], 16)]
+            codes = _nibbles(blocks[:, 8:], 16)
             with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale
                 scales = _iq4_xs_scales(blocks)
     return Codes(codes.reshape(len(rows), -1), np.ascontiguousarray(scales.reshape(len(rows), -1)))
@@ -203,8 +204,8 @@ BLOCKS: Final[Mapping[str, Block]] = {
     "IQ4_NL": Block(32, 18, _iq4_nl),
     "IQ4_XS": Block(256, 136, _iq4_xs),
 }
-# Types whose weights are a scale times whole numbers in groups of 32, as the kernels have them, and the bits of those.
-EXACT_BITS: Final[Mapping[str, int]] = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "IQ4_NL": 8, "IQ4_XS": 8}
+# Types whose weights are a scale times whole numbers in groups of 32, as the kernels have them, and the bits of codes.
+EXACT_BITS: Final[Mapping[str, int]] = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "IQ4_NL": 4, "IQ4_XS": 4}
 # The types' numbers in files; those that BLOCKS lacks are refused by name.
 TYPE_NAMES: Final[Mapping[int, str]] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",

@@ -94,6 +94,7 @@ class AffineCodes(msgspec.Struct, frozen=True):
     scales: NDArray[np.float32]  # [outputs, groups]
     zeros: NDArray[np.int16]  # [outputs, groups]
     group_of: NDArray[np.int64] | None = None  # the group of every input, if groups are not runs of inputs (act order)
+    table: NDArray[np.int16] | None = None  # what each code stands for, if not for itself; the zeros are 0 then
 
     def dense(self) -> NDArray[np.float32]:
         """Return the weights in f32: whole numbers are subtracted, and their product with the scale is rounded once."""
@@ -103,7 +104,8 @@ class AffineCodes(msgspec.Struct, frozen=True):
         step = max(1, _AT_ONCE // inputs)
         for start in range(0, outputs, step):
             rows = slice(start, start + step)
-            centred = self.codes[rows].astype(np.int16) - self.zeros[rows][:, index]
+            codes = self.codes[rows].astype(np.int16) if self.table is None else self.table[self.codes[rows]]
+            centred = codes - self.zeros[rows][:, index]
             np.multiply(self.scales[rows][:, index], centred, out=values[rows])
         return values
 
@@ -116,12 +118,13 @@ def runs(inputs: int, group: int) -> NDArray[np.int64]:
 class StoredLayout(msgspec.Struct, frozen=True):
     """How a layer is kept in its file, as far as it decides the precision in memory."""
 
-    # "codes" (whole numbers in runs of a group), "shuffled" (act order), "table" (NF4, FP4), "blocks" (of GGUF, with
-    # minima or closer groups) or "float" (FP8)
+    # "codes" (whole numbers in runs of a group), "shuffled" (act order), "table" (codes for 16 values), "blocks" (of
+    # GGUF, with minima or closer groups) or "float" (FP8)
     kind: str
     bits: int
     group: int = 0  # of codes; 0: a scale per row
     symmetric: bool = False  # the zero is in the middle for every group
+    table: str = ""  # the kernels' name of the table: nf4, fp4, mxfp4, iq4; empty if they have none like it
 
 
 class Scheme(Protocol):

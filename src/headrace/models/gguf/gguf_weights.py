@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError
-from headrace.models.formats.gguf_blocks import EXACT_BITS, decode_rows, exact_codes
+from headrace.models.formats.gguf_blocks import EXACT_BITS, IQ4_VALUES, decode_rows, exact_codes
 from headrace.models.formats.gguf_file import GgufFile, GgufTensor
 from headrace.models.formats.quantised_layer import AffineCodes, StoredLayout
 from headrace.models.formats.tensors import DenseTensor
@@ -22,6 +22,7 @@ _DENSE: Final[Mapping[str, tuple[Literal["f32", "bf16", "f16"], str]]] = {
     "F16": ("f16", "<u2"),
 }
 _GROUP: Final = 32
+_IQ4: Final = frozenset({"IQ4_NL", "IQ4_XS"})
 
 
 class GgufWeights:
@@ -64,7 +65,10 @@ class GgufWeights:
         if kind in _DENSE:
             return None
         bits = EXACT_BITS.get(kind)
-        return StoredLayout("blocks", 0) if bits is None else StoredLayout("codes", bits, _GROUP, symmetric=True)
+        if bits is None:
+            return StoredLayout("blocks", 0)
+        table = "iq4" if kind in _IQ4 else ""
+        return StoredLayout("table" if table else "codes", bits, _GROUP, symmetric=True, table=table)
 
     def codes(self, name: str) -> AffineCodes | None:
         entry = self._entry(name)
@@ -76,8 +80,9 @@ class GgufWeights:
             raise ModelError(
                 "Contains NaN or infinity. Download the model again.", path=self.file.path, tensor=name[:200]
             )
-        zeros = np.full(scales.shape, 1 << (bits - 1), dtype=np.int16)
-        return AffineCodes(bits=bits, group=_GROUP, codes=codes, scales=scales, zeros=zeros)
+        table = IQ4_VALUES if entry.type in _IQ4 else None
+        zeros = np.full(scales.shape, 1 << (bits - 1) if table is None else 0, dtype=np.int16)
+        return AffineCodes(bits=bits, group=_GROUP, codes=codes, scales=scales, zeros=zeros, table=table)
 
     def block_type(self, name: str) -> str:
         """Return the name of a tensor's type, such as Q4_K."""

@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 from headrace.models.config_json import ConfigJson
 from headrace.models.formats.quantised_layer import AffineCodes, QuantisedLayer, StoredLayout
 
-_STATES: Final = ("nf4", "fp4")
+# For each state the whole numbers that the kernels have for the 16 values of its table, and what 1 is among them.
+_TABLES: Final = {
+    "nf4": (124.34, (-124, -87, -65, -49, -35, -23, -11, 0, 10, 20, 31, 42, 55, 70, 90, 124)),
+    "fp4": (120.0, (0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30)),
+}
+_STATES: Final = tuple(_TABLES)
 _STATE: Final = "weight.quant_state.bitsandbytes__"
 _STATE_LIMIT: Final = 64 * 1024  # bytes
 _MAX_BLOCK: Final = 1 << 16
@@ -78,12 +83,18 @@ class BitsAndBytes(msgspec.Struct, frozen=True):
         return state.shape
 
     def layout(self, layer: QuantisedLayer) -> StoredLayout:
-        return StoredLayout("table", 4) if self.four_bits else StoredLayout("codes", 8, 0, True)
+        if not self.four_bits:
+            return StoredLayout("codes", 8, 0, True)
+        state = self._state(layer)
+        unit, values = _TABLES[state.kind]
+        ordinary = np.allclose(layer.floats("weight.quant_map") * unit, values, atol=0.51, rtol=0)
+        whole = state.shape[1] % state.block == 0  # no block goes on in the next row
+        return StoredLayout("table", 4, state.block, True, state.kind if ordinary and whole else "")
 
     def codes(self, layer: QuantisedLayer) -> AffineCodes | None:
-        if self.four_bits:
-            return None
         outputs, inputs = self.shape(layer)
+        if self.four_bits:
+            return self._table_codes(layer, self._state(layer))
         self._check_rows(layer)
         return AffineCodes(
             bits=8,
@@ -113,6 +124,16 @@ class BitsAndBytes(msgspec.Struct, frozen=True):
         flat[:whole].reshape(-1, state.block)[:] *= sizes[: whole // state.block, None]
         flat[whole:] *= sizes[-1]
         return flat.reshape(shape)
+
+    def _table_codes(self, layer: QuantisedLayer, state: _State) -> AffineCodes:
+        unit, values = _TABLES[state.kind]
+        pairs = layer.data("weight").reshape(-1)
+        codes = np.empty((pairs.size, 2), dtype=np.uint8)
+        codes[:, 0], codes[:, 1] = pairs >> 4, pairs & 15
+        scales = (self._magnitudes(layer, state) / np.float32(unit)).reshape(state.shape[0], -1)
+        zeros = np.zeros(scales.shape, dtype=np.int16)
+        table = np.array(values, dtype=np.int16)
+        return AffineCodes(4, state.block, codes.reshape(state.shape), scales, zeros, table=table)
 
     def _magnitudes(self, layer: QuantisedLayer, state: _State) -> NDArray[np.float32]:
         if not state.nested_block:

@@ -22,7 +22,6 @@ from headrace.models.formats.tensors import DenseTensor, StoredTensor
 
 _GROUP: Final = 32
 _BIAS: Final = 127  # of the scales' exponents
-_MIDDLE: Final = 128
 _DOUBLED: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int16)
 _ENDS: Final = ("blocks", "scales")
 
@@ -94,22 +93,21 @@ class Mxfp4(msgspec.Struct, frozen=True):
         return blocks[0], blocks[1] * _GROUP
 
     def layout(self, layer: QuantisedLayer) -> StoredLayout:
-        return StoredLayout("codes", 8, _GROUP, symmetric=True)
+        return StoredLayout("table", 4, _GROUP, symmetric=True, table="mxfp4")
 
     def codes(self, layer: QuantisedLayer) -> AffineCodes:
         outputs, inputs = self.shape(layer)
         stored = layer.data("blocks")
         each = np.empty((*stored.shape, 2), dtype=np.uint8)
-        table = (_DOUBLED + _MIDDLE).astype(np.uint8)
-        each[..., 0], each[..., 1] = table[stored & 15], table[stored >> 4]
+        each[..., 0], each[..., 1] = stored & 15, stored >> 4
         exponents = layer.data("scales").astype(np.int32)
         if (exponents == 255).any():
             raise layer.error("scales", "Contains NaN. Download the model again.")
         scales = np.ldexp(np.float32(0.5), exponents - _BIAS).astype(np.float32)
         if not np.isfinite(scales).all():
             raise layer.error("scales", "Contains a scale that f32 does not hold. Download the model again.")
-        zeros = np.full(scales.shape, _MIDDLE, dtype=np.int16)
-        return AffineCodes(8, _GROUP, each.reshape(outputs, inputs), scales, zeros)
+        zeros = np.zeros(scales.shape, dtype=np.int16)
+        return AffineCodes(4, _GROUP, each.reshape(outputs, inputs), scales, zeros, table=_DOUBLED)
 
     def dense(self, layer: QuantisedLayer) -> NDArray[np.float32]:
         return self.codes(layer).dense()
