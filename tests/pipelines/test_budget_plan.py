@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipelines.budget_plan import StageNeed, plan, stage_end
+from headrace.pipelines.budget_plan import StageNeed, fitted, plan, stage_end
 
 NEEDS = [
     StageNeed("search", 0.3),
@@ -26,6 +26,15 @@ def test_a_stage_gets_the_deadline_minus_what_later_stages_need() -> None:
 
 def test_a_stage_without_time_ends_before_it_begins() -> None:
     assert stage_end(NEEDS, 1, 10.0, 11.0) < 10.0
+
+
+def test_a_short_deadline_shortens_all_budgets() -> None:
+    short = fitted(NEEDS, 0.8)
+    assert [need.budget_s for need in short] == pytest.approx([0.15, 0.1, 0.5, 0.05])
+    assert stage_end(short, 0, 10.0, 10.8) == pytest.approx(10.15)
+    assert fitted(NEEDS, 1.6) == NEEDS
+    without = [StageNeed("search"), StageNeed("generate", 1.0, takes_rest=True)]
+    assert plan(fitted(without, 0.25), 0.25) == pytest.approx([0.125, 0.125])
 
 
 def test_the_answer_gets_all_that_is_left() -> None:

@@ -15,6 +15,21 @@ class StageNeed(msgspec.Struct, frozen=True):
     takes_rest: bool = False  # gets more than its budget if there is more
 
 
+def fitted(needs: Sequence[StageNeed], total_s: float) -> list[StageNeed]:
+    """Return the needs, shortened in proportion if together they take more than a run has, as with a request's short
+    deadline. Without this, earlier stages would have no time at all. A stage without a budget then counts as others do.
+    """
+    declared = [need.budget_s for need in needs if need.budget_s]
+    if sum(declared) <= total_s:
+        return list(needs)
+    open_stages = sum(need.budget_s is None for need in needs)
+    share = max(0.0, total_s) / (sum(declared) * (1 + open_stages / len(declared)))
+    return [
+        need if need.budget_s is None else msgspec.structs.replace(need, budget_s=need.budget_s * share)
+        for need in needs
+    ]
+
+
 def stage_end(needs: Sequence[StageNeed], place: int, now: float, deadline: float) -> float:
     """Return when the stage at `place` must end if it begins `now`.
 

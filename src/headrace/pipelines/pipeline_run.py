@@ -25,7 +25,7 @@ from headrace.gateway.serving.upstream_answers.upstream_generation import Upstre
 from headrace.observe import metrics
 from headrace.pipelines.answer_cache import AnswerCache, StoredAnswer
 from headrace.pipelines.answer_delivery import AnswerDelivery
-from headrace.pipelines.budget_plan import StageNeed, stage_end
+from headrace.pipelines.budget_plan import StageNeed, fitted, stage_end
 from headrace.pipelines.followups import suggest_followups
 from headrace.pipelines.prefetch import Prefetcher
 from headrace.pipelines.run_state import STALE_S, RunState, StageReport
@@ -65,7 +65,7 @@ class PipelineRun:
         self._answers = AnswerCache(services.results, state)
         self._prefetcher = prefetcher
         self._on_ended = ended
-        self._needs = stage_needs(state.config)
+        self._needs = fitted(stage_needs(state.config), state.deadline - state.began)
         self._deltas: AsyncGenerator[ChoiceDelta] | None = None
         self._held: deque[ChoiceDelta] = deque()
         self._is_complete = False

@@ -15,7 +15,7 @@ from headrace.gateway.flow.answer_flow import PIPELINE_PREFIX
 from headrace.gateway.flow.services import Services
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
-from headrace.pipelines.budget_plan import plan
+from headrace.pipelines.budget_plan import fitted, plan
 from headrace.pipelines.model_access import ModelAccess
 from headrace.pipelines.pipeline_run import PipelineRun, stage_needs
 from headrace.pipelines.prefetch import Prefetcher
@@ -124,7 +124,7 @@ class Pipelines:
 
     def _described(self, name: str) -> dict[str, Any]:
         config = self._configs[name]
-        needs = stage_needs(config)
+        needs = fitted(stage_needs(config), config.deadline_ms / 1e3)
         budgets = plan(needs, config.deadline_ms / 1e3)
         entry: dict[str, Any] = {
             "id": name,
