@@ -120,7 +120,7 @@ def test_an_error_of_the_start_is_one_line_of_json(tmp_path: Path) -> None:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for flags in (["--port", str(port)], ["--port", "0", str(tmp_path / "nowhere")], ["--weights", "int3"])
+            for flags in (["--port", str(port)], ["--port", "0", str(tmp_path / "nowhere")], ["--weights", "int5"])
         ]
         for process in running:
             out, err = process.communicate(timeout=60)

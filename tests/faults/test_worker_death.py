@@ -239,7 +239,7 @@ async def test_stopping_the_supervisor_lets_running_requests_finish(tiny_folder:
 async def test_a_model_that_cannot_be_loaded_is_an_error_of_the_start(tmp_path: Path, tiny_folder: Path) -> None:
     for broken, message in (
         (Variant(model=str(tmp_path / "nowhere")), "nowhere"),
-        (variant(tiny_folder, weights="int3"), "int3"),
+        (variant(tiny_folder, weights="int5"), "int5"),
     ):
         supervisor = Supervisor([wire.WorkerConfig(variant=broken)])
         with pytest.raises(StartError, match=message):

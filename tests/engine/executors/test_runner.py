@@ -69,7 +69,7 @@ def test_a_runner_without_free_blocks_refuses(executor: CpuExecutor) -> None:
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [
-        ({"weights": "int3"}, "weights"),
+        ({"weights": "int5"}, "weights"),
         ({"kv": "int3"}, "kv"),
         ({"threads": 0}, "threads"),
         ({"context": 0}, "context"),
