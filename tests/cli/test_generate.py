@@ -93,7 +93,7 @@ def test_groups_and_kept_tensors_are_honoured(run: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        (["--weights", "int3"], "int3"),
+        (["--weights", "int5"], "int5"),
         (["--kv", "fp4"], "fp4"),
         (["--group", "48"], "48"),
         (["--keep", "layers.*"], "PATTERN=PRECISION"),

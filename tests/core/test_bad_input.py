@@ -215,7 +215,7 @@ def test_wrong_packings_are_refused() -> None:
         {"source": source.tolist()},
         {"source_type": "bf16"},
         {"source_type": "f64"},
-        {"format": "int3"},
+        {"format": "int5"},
         {"group": 48},
         {"group": -64},
         {"group": 2**40},
