@@ -176,6 +176,13 @@ StreamWeights stream_weights(const Assembly& parts, const ModelWeights& w, const
   return weights;
 }
 
+int chosen(const std::string& name, const std::vector<std::string>& choices, const char* what) {
+  for (size_t i = 0; i < choices.size(); ++i) {
+    if (choices[i] == name) return static_cast<int>(i);
+  }
+  refuse(std::string("unknown ") + what + " '" + name + "'");
+}
+
 Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index, nb::handle entry) {
   const std::string name = "layers." + std::to_string(index);
   const std::string attn = name + ".attn";
@@ -187,6 +194,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.rope = fact<int>(facts, "rope");
   layer.normed = fact<bool>(facts, "normed");
   layer.grows = fact<bool>(facts, "grows");
+  layer.spans = static_cast<Spans>(chosen(fact<std::string>(facts, "spans"), {"ignore", "reach", "only"}, "spans"));
   const int64_t experts = fact<int64_t>(facts, "experts");
   layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
   layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
@@ -246,13 +254,6 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   return layer;
 }
 
-int chosen(const std::string& name, const std::vector<std::string>& choices, const char* what) {
-  for (size_t i = 0; i < choices.size(); ++i) {
-    if (choices[i] == name) return static_cast<int>(i);
-  }
-  refuse(std::string("unknown ") + what + " '" + name + "'");
-}
-
 }  // namespace
 
 ModelWeights assemble(nb::dict description, nb::dict tensors) {
@@ -277,9 +278,9 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.unit_norms = parts.value<bool>("unit_norms");
   w.qk_norm = static_cast<QkNorm>(
       chosen(parts.value<std::string>("qk_norm"), {"none", "head", "full", "each_head"}, "qk norm"));
-  w.activation = static_cast<Activation>(chosen(parts.value<std::string>("activation"),
-                                                {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu", "squared_relu"},
-                                                "activation"));
+  w.activation = static_cast<Activation>(
+      chosen(parts.value<std::string>("activation"),
+             {"silu", "gelu", "gelu_tanh", "relu", "clamped_silu", "squared_relu", "quick_gelu"}, "activation"));
   w.gate_slope = parts.value<float>("gate_slope");
   w.gate_limit = parts.value<float>("gate_limit");
   w.attention_scale = parts.value<float>("attention_scale");
@@ -337,6 +338,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
     Rope rope;
     rope.inv_freq[0] = fact<std::vector<float>>(facts, "inv_freq");
     rope.inv_freq[1] = fact<std::vector<float>>(facts, "long_inv_freq");
+    rope.axes = fact<std::vector<int>>(facts, "axes");
     rope.scale[0] = fact<float>(facts, "scale");
     rope.scale[1] = fact<float>(facts, "long_scale");
     w.ropes.push_back(std::move(rope));

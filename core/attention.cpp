@@ -143,6 +143,13 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       asking.begin = std::max<int64_t>(0, asking.position + 1 - layer.window);
       asking.end = std::min(asking.end, asking.position + layer.window);
     }
+    if (args.spans == nullptr) continue;
+    const int32_t* span = args.spans + asking.source * 2;
+    if (layer.spans == Spans::kReach) asking.end = std::max<int64_t>(asking.end, span[1]);
+    if (layer.spans == Spans::kOnly) {
+      asking.begin = span[0];
+      asking.end = span[1];
+    }
   }
   // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
   // empty.

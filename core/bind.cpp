@@ -135,8 +135,16 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
 }
 
 // One product as a step computes it: quantises the rows where the weights are integers.
+// An empty name: none is applied, whatever is returned.
+Activation activation_named(const std::string& name) {
+  if (name.empty() || name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "silu") return Activation::kSilu;
+  refuse("unknown activation '" + name + "'");
+}
+
 void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2> out, Pool& pool,
-              const std::string& isa) {
+              const std::string& isa, nb::object bias, const std::string& activation) {
   const Layout& layout = packed.view.layout;
   const int64_t count = static_cast<int64_t>(rows.shape(0));
   const int64_t inputs = static_cast<int64_t>(rows.shape(1));
@@ -175,11 +183,32 @@ void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2>
   args.row_count = count;
   args.out = out.data();
   args.out_stride = layout.outputs;
+  Buffer<float> bias_values(bias.is_none() ? 0 : round_up(layout.outputs, kPanel));
+  if (!bias.is_none()) {
+    const auto values = nb::cast<Array<float, 1>>(bias, false);
+    check_natural(values, "bias");
+    if (static_cast<int64_t>(values.size()) != layout.outputs) refuse("bias must have one value an output");
+    std::memcpy(bias_values.data(), values.data(), values.size() * sizeof(float));
+    args.bias = bias_values.data();
+  }
+  // Opened rows are zero up to the end of a panel, which `out` has no room for.
+  const Opening opening{activation_named(activation), false, layout.outputs};
+  const int64_t panels_width = round_up(layout.outputs, kPanel);
+  Buffer<float> opened(activation.empty() ? 0 : count * panels_width);
+  if (!activation.empty()) {
+    args.opening = &opening;
+    args.out = opened.data();
+    args.out_stride = panels_width;
+  }
   nb::gil_scoped_release free;
   std::lock_guard<std::mutex> turn(pool.turn());
   pool.run(layout.panels, 2, [&](int64_t begin, int64_t end, int thread) {
     kernels.product(args, begin, end, scratch.data() + thread * scratch_stride);
   });
+  for (int64_t r = 0; r < count && !activation.empty(); ++r) {
+    std::memcpy(out.data() + r * layout.outputs, opened.data() + r * panels_width,
+                static_cast<size_t>(layout.outputs) * sizeof(float));
+  }
 }
 
 void make_model(BoundModel* self, nb::dict description, nb::dict tensors, nb::object pool, int64_t max_rows,
@@ -222,10 +251,27 @@ Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string&
   return array;
 }
 
+// Some numbers for each row, or none.
+Array<int32_t, 2> optional_rows(nb::object numbers, const std::string& name, int64_t rows, int64_t width) {
+  Array<int32_t, 2> array;
+  if (numbers.is_none()) return array;
+  try {
+    array = nb::cast<Array<int32_t, 2>>(numbers, false);
+  } catch (const nb::cast_error&) {
+    refuse(name + " must be an array of i32 or None");
+  }
+  check_natural(array, name.c_str());
+  if (static_cast<int64_t>(array.shape(0)) != rows || static_cast<int64_t>(array.shape(1)) != width) {
+    refuse(name + " must be [" + std::to_string(rows) + ", " + std::to_string(width) + "]");
+  }
+  return array;
+}
+
 void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> offsets, Array<int32_t, 1> computed,
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
-          nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows) {
+          nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows,
+          nb::object spans, nb::object places) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -297,6 +343,10 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     args.feature_rows = feature_row_array.data();
     args.feature_count = static_cast<int64_t>(feature_array.shape(0));
   }
+  const auto span_array = optional_rows(spans, "spans", args.rows, 2);
+  if (!spans.is_none()) args.spans = span_array.data();
+  const auto place_array = optional_rows(places, "places", args.rows, 3);
+  if (!places.is_none()) args.places = place_array.data();
   nb::gil_scoped_release free;
   self.model->step(args);
 }
@@ -463,7 +513,8 @@ NB_MODULE(_core, module) {
           "multiples"_a = false, "rotated"_a = false, "float_rows"_a = false)
       .def("unpack", &unpack);
 
-  module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a);
+  module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a,
+             "bias"_a = nb::none(), "activation"_a = "");
 
   nb::class_<Kv>(module, "Kv")
       .def(
@@ -528,7 +579,7 @@ NB_MODULE(_core, module) {
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
            "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "adapters"_a = nb::list(),
            "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
-           "feature_rows"_a = nb::none());
+           "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none());
   bind_adapters(module);
 
   nb::class_<BoundSampler>(module, "Sampler")

@@ -17,7 +17,7 @@ constexpr int64_t kMostTaps = 8;         // of a convolution over time
 constexpr int64_t kPeakBlock = 32;       // logits that share a peak: a panel of the head's, and a word of a mask
 
 // kClampedSilu is gated only: see Opening.
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu, kSquaredRelu };
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu, kSquaredRelu, kQuickGelu };
 
 // Rows as a product's instructions take them. For integer weights: quantised to int8 by groups of inputs, value = scale
 // * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.

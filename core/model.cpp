@@ -289,7 +289,9 @@ void Model::rotate_tables(const StepArgs& args) {
         const std::vector<float>& table = rope.inv_freq[variant];
         for (size_t d = 0; d < table.size(); ++d) {
           // The angle is rounded to f32 first, as every reference implementation does.
-          const float angle = static_cast<float>(row.position) * table[d];
+          const int32_t place =
+              args.places == nullptr ? row.position : args.places[r * 3 + (rope.axes.empty() ? 0 : rope.axes[d])];
+          const float angle = static_cast<float>(place) * table[d];
           cosines[r * half_pad_ + static_cast<int64_t>(d)] =
               static_cast<float>(std::cos(double{angle})) * rope.scale[variant];
           sines[r * half_pad_ + static_cast<int64_t>(d)] =

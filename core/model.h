@@ -21,6 +21,8 @@
 
 namespace headrace {
 
+// What a layer does with the spans of rows, see StepArgs: nothing, sees to the end of them too, or sees them alone.
+enum class Spans : int { kIgnore, kReach, kOnly };
 enum class QkNorm : int { kNone, kHead, kFull, kEachHead };  // kEachHead: layer norms, each head with its own weights
 
 // Zeroed memory aligned to 64 bytes.
@@ -88,7 +90,8 @@ struct Layer {
   int64_t chunk = 0;    // tokens are seen from the last multiple of this on; 0: sees all
   int rope = -1;        // -1: no positions
   bool normed = true;   // with a qk norm
-  bool grows = false;   // queries grow with their position, see ModelWeights::growth
+  Spans spans = Spans::kIgnore;
+  bool grows = false;  // queries grow with their position, see ModelWeights::growth
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
@@ -111,6 +114,7 @@ struct Layer {
 
 struct Rope {
   std::vector<float> inv_freq[2];  // short and long
+  std::vector<int> axes;           // [pairs] which number of a row's place each turns by, or empty: the first
   float scale[2] = {1.0f, 1.0f};
 };
 
@@ -198,6 +202,8 @@ struct StepArgs {
   const float* features = nullptr;        // [feature_count][hidden], what some rows begin with instead of an embedding
   const int32_t* feature_rows = nullptr;  // [rows] which of them, -1: the token's embedding; null: that in all rows
   int64_t feature_count = 0;
+  const int32_t* spans = nullptr;   // [rows][2] first token and end of the span that a row is in; null: in none
+  const int32_t* places = nullptr;  // [rows][3] what ropes turn by instead of the position; null: that in all rows
   int64_t wanted_count;
   const int32_t* wanted;  // [wanted_count], ascending rows
   float* out;             // [wanted_count][vocab], or [wanted_count][hidden]

@@ -68,7 +68,11 @@ void Model::check_weights() const {
     refuse("distances has the wrong size");
   }
   for (const Rope& rope : w_.ropes) {
+    for (int axis : rope.axes) {
+      if (axis < 0 || axis > 2) refuse("an axis of a rope must be 0, 1 or 2");
+    }
     for (const std::vector<float>& table : rope.inv_freq) {
+      if (!rope.axes.empty() && rope.axes.size() != table.size()) refuse("a rope has too few or too many axes");
       if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
     }
   }
@@ -162,6 +166,16 @@ void Model::check_step(const StepArgs& args) const {
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t block = args.block_tables[s * args.table_stride + b];
       if (block < 0 || block >= args.kv->blocks()) refuse("block " + std::to_string(block) + " does not exist");
+    }
+  }
+  for (int64_t s = 0; args.spans != nullptr && s < args.sequences; ++s) {
+    const int64_t end = args.computed[s] + args.offsets[s + 1] - args.offsets[s];
+    for (int64_t r = args.offsets[s]; r < args.offsets[s + 1]; ++r) {
+      const int64_t position = args.computed[s] + r - args.offsets[s];
+      const int32_t* span = args.spans + r * 2;
+      if (span[0] < 0 || span[0] > position || span[1] <= position || span[1] > end) {
+        refuse("row " + std::to_string(r) + " is not in its span, or the span is not computed in one piece");
+      }
     }
   }
   for (int64_t i = 0; i < args.wanted_count; ++i) {

@@ -121,6 +121,8 @@ inline F16 activation_of(Activation kind, F16 x) {
       F16 positive = maximum(x, splat(0.0f));
       return mul(positive, positive);
     }
+    case Activation::kQuickGelu:
+      return divide(x, add(splat(1.0f), exponential(mul(x, splat(-1.702f)))));
     case Activation::kClampedSilu:
       break;  // takes the value too
   }

@@ -81,6 +81,8 @@ def multiply(
     out: NDArray[np.float32],  # [rows, outputs]
     pool: Pool,
     isa: str,
+    bias: NDArray[np.float32] | None = None,  # [outputs]
+    activation: Literal["", "gelu", "gelu_tanh", "silu"] = "",
 ) -> None:
     """One product, as a step computes it."""
 
@@ -151,6 +153,8 @@ class Model:
         state_slots: NDArray[np.int32] | None = None,  # [sequences], each another
         features: NDArray[np.float32] | None = None,  # [features, hidden] what rows begin with instead of an embedding
         feature_rows: NDArray[np.int32] | None = None,  # [rows] which feature, -1: the token's embedding
+        spans: NDArray[np.int32] | None = None,  # [rows, 2] first token and end of what layers with spans see beside
+        places: NDArray[np.int32] | None = None,  # [rows, 3] numbers that ropes turn by instead of positions
     ) -> None: ...
 
 class Adapter:

@@ -326,6 +326,8 @@ def activation(kind: str, x: Doubles) -> Doubles:
             return x / 2 * (1.0 + _erf(x / math.sqrt(2.0)))
         case "gelu_tanh":
             return x / 2 * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        case "quick_gelu":
+            return x / (1.0 + np.exp(-1.702 * x))
         case _:
             assert kind == "relu"
             return np.maximum(x, 0.0)

@@ -55,6 +55,12 @@ def both(*changes: Change) -> Change:
     return lambda arguments: {name: value for change in changes for name, value in change(arguments).items()}
 
 
+def own_spans() -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Each row of `good_step` in a span of its own."""
+    positions = np.concatenate([np.arange(18), np.arange(20, 25)])
+    return np.stack([positions, positions + 1], axis=1).astype(np.int32)
+
+
 def features(rows: Any, places: Any) -> Change:
     return lambda _: {"features": rows, "feature_rows": places}
 
@@ -135,6 +141,16 @@ WRONG_STEPS: dict[str, Change] = {
     "a negative feature": features(floats(1, MODEL.hidden_size), np.full(23, -2, np.int32)),
     "features of another width": features(floats(1, MODEL.hidden_size + 1), np.zeros(23, np.int32)),
     "places of features too few": features(floats(1, MODEL.hidden_size), np.zeros(22, np.int32)),
+    "spans too few": replaced("spans", own_spans()[1:]),
+    "spans of one number": replaced("spans", own_spans()[:, :1].copy()),
+    "spans of 64 bits": replaced("spans", own_spans().astype(np.int64)),
+    "a row before its span": replaced("spans", own_spans() + int32([1, 1])),
+    "a row behind its span": replaced("spans", own_spans() - int32([0, 1])),
+    "a span that is not computed": replaced("spans", own_spans() + int32([0, 20])),
+    "a negative span": replaced("spans", own_spans() - int32([30, 0])),
+    "rope places too few": replaced("places", np.zeros((22, 3), np.int32)),
+    "rope places of two numbers": replaced("places", np.zeros((23, 2), np.int32)),
+    "rope places that are not whole": replaced("places", floats(23, 3)),
     "places of features of 64 bits": features(floats(1, MODEL.hidden_size), np.zeros(23, np.int64)),
 }
 

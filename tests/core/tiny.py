@@ -192,6 +192,7 @@ SPECS: dict[str, ModelSpec] = {
     ),
     "parallel": spec(parallel=True, shared_norm=True, norm="layer", norm_bias=False, out_norm=True),
     "parallel_norms": spec(parallel=True, norm="layer", gated=False, activation="gelu"),
+    "quick_gelu": spec(gated=False, activation="quick_gelu"),
     "narrow": spec(
         hidden_size=5, intermediate_size=1, heads=1, kv_heads=1, head_size=2, vocab_size=3, layers=(LayerSpec(),)
     ),

@@ -34,6 +34,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda values: functional.gelu(values, approximate="tanh"),
     "squared_relu": lambda values: functional.relu(values).square(),
+    "quick_gelu": lambda values: values * (1.702 * values).sigmoid(),
 }
 
 

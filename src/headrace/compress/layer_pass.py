@@ -228,6 +228,8 @@ def activate(kind: str, values: F32) -> F32:
     match kind:
         case "silu":
             return (values / (1 + np.exp(-values))).astype(np.float32, copy=False)
+        case "quick_gelu":
+            return (values / (1 + np.exp(np.float32(-1.702) * values))).astype(np.float32, copy=False)
         case "relu":
             return np.maximum(values, 0)
         case "squared_relu":

@@ -127,7 +127,14 @@ class Engine:
         self._clock = clock
         self._checks = checks
         capacity = executor.capacity
-        self._builder = BatchBuilder(capacity, self._spec.vocab_size, self._spec.hidden_size, sequences)
+        self._builder = BatchBuilder(
+            capacity,
+            self._spec.vocab_size,
+            self._spec.hidden_size,
+            sequences,
+            spans=self._spec.image_span > 0,
+            places=self._spec.has_places,
+        )
         self._progress: dict[int, SequenceProgress] = {}  # by id() of the sequence, which the progress keeps alive
         self._step: _Step | None = None
         self._decoding: list[SequenceState] = []  # sequences of the last step that continue
@@ -232,6 +239,16 @@ class Engine:
             )
         if request.images:
             check_images(request.images, len(request.prompt), self._spec.hidden_size)
+            if self._spec.image_span and request.first_result < len(request.prompt):
+                raise RequestError(
+                    "This model computes an image in one piece and gives no results of prompts with images. Remove "
+                    "the images or 'prompt_logprobs'.",
+                    parameter="prompt_logprobs",
+                )
+            if any(image.count > self._spec.image_span > 0 for image in request.images):
+                raise RequestError(
+                    f"An image has more than the model's {self._spec.image_span} tokens.", parameter="images"
+                )
         if not 1 <= request.n <= self.scheduler.limits.max_sequences:
             most = self.scheduler.limits.max_sequences
             raise RequestError(f"'n' must be 1 to {most}, not {request.n}.", parameter="n")

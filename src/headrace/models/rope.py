@@ -207,6 +207,11 @@ def _longrope(config: ConfigJson, parameters: ConfigJson, powers: F32, original:
     )
 
 
+def inverse_powers(theta: float, rotated: int) -> tuple[float, ...]:
+    """Return the frequencies of a plain rope over so many dims."""
+    return _exact(_inverse(_powers(theta, rotated)))
+
+
 def _powers(theta: float, rotated: int) -> F32:
     """Return theta ** (2i / rotated), each correctly rounded to f32."""
     base = float(np.float32(theta))

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 NormKind = Literal["rms", "layer"]
-PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+PlainActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu", "quick_gelu"]
 Activation = PlainActivation | Literal["clamped_silu"]  # gated only: act(gate) * (up + 1), both clamped (gpt-oss)
 QkNorm = Literal["none", "head", "full", "each_head", "unit"]
 Pooling = Literal["mean", "cls", "last", "max", "weighted", "mean_sqrt"]
@@ -43,6 +43,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     long_inv_freq: tuple[float, ...] | None = None  # for sequences that may pass original_context
     long_scale: float = 1.0
     original_context: int = 0  # tokens; 0 without a long table
+    # By pair, which number of a token's place (see `image_places`) it turns by, where that is no position; empty: the
+    # first.
+    axes: tuple[int, ...] = ()
 
 
 class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +120,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     shares: int | None = None  # the earlier layer whose keys and values it reads; it has queries alone
     gate_cutoff: float | None = None  # gates count above the mean of their row by so many deviations; None: all
     grows: bool = False  # queries grow with their position: see `query_growth`
+    spans: bool = False  # a row sees only the span that it is in: a window of an image's patches
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
 
     @property
@@ -211,6 +215,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # An encoder has no head: it makes embeddings only. A reranker gives a pair of texts one number.
     kind: ModelKind = "decoder"
     causal: bool = True  # a token sees those before it; otherwise all of its text
+    image_span: int = 0  # tokens of an image, which see each other whatever their order; 0: they see those before
 
     vocab_size: int
     hidden_size: int
@@ -264,6 +269,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     recurrent_factor: float = 1.0
     mlp_factor: float = 1.0
     tied: bool = False  # the output head is the embedding
+    has_embedding: bool = True  # False: rows begin with features alone (the tower of an image)
     experts: ExpertSpec | None = None
 
     learned_positions: int = 0
@@ -292,6 +298,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def vector_size(self) -> int:
         """Numbers in an embedding."""
         return self.pooled_layers[-1].outputs if self.pooled_layers else self.hidden_size
+
+    @property
+    def has_places(self) -> bool:
+        """Whether ropes turn by a token's place in an image, where it is in one."""
+        return any(rope.axes for rope in self.ropes)
 
     @property
     def kv_layers(self) -> int:
@@ -382,7 +393,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{attn}.sinks"] = (spec.heads,)
         product(f"{attn}.o", hidden, spec.heads * spec.value_size, bias=spec.o_bias)
 
-    shapes["embed"] = (spec.vocab_size, hidden)
+    if spec.has_embedding:
+        shapes["embed"] = (spec.vocab_size, hidden)
     if spec.learned_positions:
         shapes["positions"] = (spec.position_offset + spec.learned_positions, hidden)
     if spec.token_types:

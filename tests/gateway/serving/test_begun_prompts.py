@@ -6,12 +6,12 @@ from headrace.gateway.images.image_reader import MeasuredImage, PromptImage
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.engine_answering import _with_begun  # pyright: ignore[reportPrivateUsage]
 from headrace.gateway.serving.exchange import Prompt
-from headrace.models.vision.image_layout import Size, TileGrid
+from headrace.models.vision.image_layout import ImageGrid, Size
 from tests.support.dialect_exchanges import exchange_for, tokenizer
 
 
 def test_a_prompt_keeps_its_images_before_the_text_that_was_begun() -> None:
-    image = PromptImage(MeasuredImage(b"", b"", TileGrid(Size(8, 8), Size(8, 8), 0, 0)), (1,), 2)
+    image = PromptImage(MeasuredImage(b"", b"", ImageGrid(Size(8, 8), Size(8, 8), 0, 0, 2)), (1,))
     exchange = exchange_for(TextRequest(model="mini", begun="Yes, it"))
     (prompt,) = _with_begun(exchange, [Prompt((5, 7, 7, 6), "asked", (image,))])
     assert prompt.images == (image,)

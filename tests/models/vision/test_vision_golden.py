@@ -23,9 +23,9 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import ModelError, RequestError
 from headrace.models.model_folder import open_model
 from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.image_layout import read_layout
+from headrace.models.vision.image_layout import ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
-from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision
+from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision, read_layout
 from tests.support.tiny_engine import one, open_tiny, run
 from tests.support.tiny_vision import HIDDEN, picture, write_vision_model
 
@@ -68,7 +68,9 @@ class Form:
                 tokens.append(token)
                 continue
             image = next(images)
-            own = self.tokenizer.encode(layout.text(layout.grid(measure(image, PIXELS)), "<image>"), False)
+            own = self.tokenizer.encode(
+                layout.text(layout.grid(measure(image, PIXELS)), ImageTexts("<image>", "<image>", "")), False
+            )
             places = [place for place, each in enumerate(own) if each == mark][:: layout.tile_tokens]
             features = self.encoder.encode(read_tiles(image, layout, PIXELS))
             for place, tile in zip(places, features, strict=True):
@@ -275,6 +277,6 @@ def test_another_preparation_is_refused(key: str, value: Any, why: str, tmp_path
 
 def _tower(folder: Path) -> Any:
     from headrace.models.config_json import ConfigJson
-    from headrace.models.families.vision.vision_tower import read_tower
+    from headrace.models.families.vision.towers import read_tower
 
     return read_tower(ConfigJson.read(folder / "config.json"))

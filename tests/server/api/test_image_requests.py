@@ -198,17 +198,30 @@ async def test_a_model_that_reads_text_only_says_so() -> None:
 
 def test_a_model_without_pillow_answers_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.errors import HeadraceError
-    from headrace.gateway.serving import fleet, variant_engines
+    from headrace.gateway.serving import variant_engines
 
     def missing() -> None:
         raise HeadraceError("Install it with: pip install 'headrace[vision]'")
 
     monkeypatch.setattr(variant_engines, "require_pillow", missing)
+    _expect_text_only(write_vision_model(tmp_path), "headrace[vision]")
+
+
+def test_a_model_without_an_image_part_that_can_be_read_answers_texts(tmp_path: Path) -> None:
+    folder = write_vision_model(tmp_path)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    _expect_text_only(folder, "no preprocessor_config.json")
+
+
+def _expect_text_only(folder: Path, why: str) -> None:
+    from headrace.gateway.serving import fleet
+
     options = {"weights": "f32", "threads": 1, "context": 256, "cache": False}
-    model = ModelConfig(path=str(write_vision_model(tmp_path)), options=options)
+    model = ModelConfig(path=str(folder), options=options)
     opened = fleet.Fleet.of(Config(models={"see": model}))
     try:
         assert opened.served["see"].images is None
-        assert "headrace[vision]" in opened.served["see"].no_images
+        assert why in opened.served["see"].no_images
     finally:
         opened.abandon()

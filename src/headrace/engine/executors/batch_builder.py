@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.executors.executor import Capacity, StepBatch, peaks_of
+from headrace.engine.executors.image_batch import image_features, image_spans, token_places
 from headrace.engine.interface.request import AdapterRef, SequenceState
 from headrace.engine.scheduling.step_plan import Share, StepPlan
 
@@ -35,8 +36,19 @@ class BlockRow:
 
 
 class BatchBuilder:
-    def __init__(self, capacity: Capacity, vocab_size: int, hidden_size: int, sequences: int) -> None:
-        """`sequences` is a first guess of the sequences in one step."""
+    def __init__(
+        self,
+        capacity: Capacity,
+        vocab_size: int,
+        hidden_size: int,
+        sequences: int,
+        *,
+        spans: bool = False,
+        places: bool = False,
+    ) -> None:
+        """`sequences` is a first guess of the sequences in one step. `spans` and `places`: what the model takes of
+        images beside their features."""
+        self._spans, self._places = spans, places
         self._has_states = capacity.states > 0
         self._width = -(-capacity.context // capacity.block_tokens)
         self._tokens = np.empty(capacity.max_rows, dtype=np.int32)
@@ -86,7 +98,7 @@ class BatchBuilder:
         slots = None
         if self._has_states:
             slots = np.array([share.sequence.state_slot for share in shares], dtype=np.int32)
-        features, feature_rows = _features(shares, end, self._states.shape[1])
+        features, feature_rows = image_features(shares, end, self._states.shape[1])
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
         adapters, adapter_places = adapter_slots([share.sequence.request.adapter for share in shares])
@@ -106,6 +118,8 @@ class BatchBuilder:
             state_copies=plan.state_copies,
             features=features,
             feature_rows=feature_rows,
+            spans=image_spans(shares, end) if self._spans else None,
+            places=token_places(shares) if self._places else None,
             adapters=adapters,
             slots=adapter_places,
         )
@@ -137,31 +151,6 @@ class BatchBuilder:
         self._offsets = np.zeros(sequences + 1, dtype=np.int32)
         self._computed = np.zeros(sequences, dtype=np.int32)
         self._variants = np.zeros(sequences, dtype=np.int32)
-
-
-def _features(
-    shares: list[Share], rows: int, hidden_size: int
-) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-    """Return the features of images whose tokens the step computes, and which row begins with which of them."""
-    found: list[NDArray[np.float32]] = []
-    places: NDArray[np.int32] | None = None
-    known = first = 0
-    for share in shares:
-        images, computed = share.sequence.request.images, share.sequence.computed
-        end = computed + share.count
-        for image in images:
-            start, stop = max(image.start, computed), min(image.start + image.count, end)
-            if start >= stop:
-                continue
-            if places is None:
-                places = np.full(rows, -1, dtype=np.int32)
-            row = first + start - computed
-            places[row : row + stop - start] = range(known, known + stop - start)
-            data = np.frombuffer(image.data, dtype="<f4").reshape(image.count, hidden_size)
-            found.append(data[start - image.start : stop - image.start])
-            known += stop - start
-        first += share.count
-    return (np.concatenate(found), places) if found else (None, None)
 
 
 def adapter_slots(refs: Sequence[AdapterRef | None]) -> tuple[list[AdapterRef], NDArray[np.int32] | None]:

@@ -217,6 +217,7 @@ class CpuExecutor:
         _check_sizes(spec, count, length)
         if not spec.causal:
             max_rows = max(max_rows, length)  # such a sequence is computed in one piece
+        max_rows = max(max_rows, spec.image_span)  # and so is an image whose tokens see each other
         need = _memory_need(folder, plan, kv_type, length, kv_tokens)
         blocks, blocks_each = need.kv_tokens // _core.BLOCK, -(-length // _core.BLOCK)
 
@@ -391,6 +392,8 @@ class CpuExecutor:
             batch.state_slots,
             batch.features,
             batch.feature_rows,
+            batch.spans,
+            batch.places,
         )
         return StepResult(values, batch.peaks)
 
@@ -450,6 +453,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "ropes": [
             {
                 "inv_freq": list(rope.inv_freq),
+                "axes": list(rope.axes),
                 "scale": rope.scale,
                 "long_inv_freq": list(rope.inv_freq if rope.long_inv_freq is None else rope.long_inv_freq),
                 "long_scale": rope.scale if rope.long_inv_freq is None else rope.long_scale,
@@ -468,6 +472,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
                 "shares": -1 if layer.shares is None else layer.shares,
                 "gate_cutoff": layer.gate_cutoff,
                 "value_norm": spec.value_norm and layer.shares is None,
+                "spans": "only" if layer.spans else "reach" if spec.image_span else "ignore",
                 "rope": -1 if layer.rope is None else layer.rope,
                 "experts": experts.count if layer.experts and experts else 0,
             }

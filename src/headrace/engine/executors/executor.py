@@ -49,6 +49,8 @@ class StepBatch(msgspec.Struct, frozen=True):
     second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
     features: NDArray[np.float32] | None = None  # [features, hidden] that take the place of token embeddings
     feature_rows: Int32s | None = None  # [rows] which feature a row begins with, -1: its token's embedding
+    spans: Int32s | None = None  # [rows, 2] first token and end of the image that a row is in, or itself alone
+    places: Int32s | None = None  # [rows, 3] what ropes turn by, if that is not the position
 
 
 class StepResult(msgspec.Struct, frozen=True):

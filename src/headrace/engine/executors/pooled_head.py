@@ -37,6 +37,7 @@ _ACTIVATIONS: Final[Mapping[PooledActivation, Callable[[float], float]]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": lambda x: max(x, 0.0),
     "squared_relu": lambda x: max(x, 0.0) ** 2,
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
 }
 
 

@@ -1,6 +1,7 @@
 """ImageRows: the features of an image in a request, and what the prefix cache knows their tokens by.
 
-Encoding an image is not done here: features come ready from the gateway. Does not know blocks or pixels.
+Also where image tokens are for ropes and masks. Encoding an image is not done here: features come ready from the
+gateway. Does not know blocks or pixels.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ _POSITIVE: Final = 2**63 - 1
 
 
 class ImageRows(msgspec.Struct, frozen=True):
-    """Features of an image, or of a part of one, that take the place of prompt tokens' embeddings."""
+    """Features of an image, or of a part of one, that take the place of prompt tokens' embeddings.
+
+    In a model whose ropes turn by places, `grid` lays the tokens out in rows and columns.
+    """
 
     start: int  # first prompt token
     count: int  # of tokens
     digest: bytes  # of the image and the part: the same digest means the same features
     data: bytes  # f32, little-endian, [count, hidden]
+    grid: tuple[int, int] | None = None  # rows and columns of its tokens, which are then their places
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
 
 def image_token_ids(digest: bytes, count: int) -> list[int]:
@@ -40,9 +49,20 @@ def check_images(images: Sequence[ImageRows], prompt_tokens: int, hidden_size: i
         if image.count < 1 or image.start < end or image.start + image.count > prompt_tokens:
             raise RequestError("The tokens of an image are outside the prompt or overlap.", parameter="images")
         end = image.start + image.count
+        if image.grid is not None and image.grid[0] * image.grid[1] != image.count:
+            raise RequestError(f"An image of {image.count} tokens has another grid: {image.grid}.", parameter="images")
         if len(image.data) != image.count * hidden_size * 4:
             raise RequestError(
                 f"An image of {image.count} tokens has {len(image.data)} bytes of features. Expected "
                 f"{image.count * hidden_size * 4}.",
                 parameter="images",
             )
+
+
+def whole_image_cut(images: Sequence[ImageRows], computed: int, end: int) -> tuple[int, int]:
+    """Return the last place at or before `end`, and the first one at or after it, where a chunk of a prompt may end
+    without cutting an image apart."""
+    for image in images:
+        if image.start < end < image.end:
+            return max(image.start, computed), image.end
+    return end, end

@@ -33,6 +33,7 @@ from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.weight_cache import cache_folder
 from headrace.surfaces import surfaces_with
@@ -96,6 +97,7 @@ def open_variant(
         max_rows=capacity.max_rows,
         block_tokens=capacity.block_tokens,
         causal=spec.causal,
+        whole_images=spec.image_span > 0,
         keeps_states=reuse and states is not None,
         max_sequences=variant.max_sequences if states is None else states.running,
         queued_sequences=variant.queued_sequences,
@@ -165,13 +167,20 @@ def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | No
         threads=variant.threads,
         context=variant.context,
         kv_tokens=variant.kv_tokens,
-        max_rows=variant.max_rows,
+        max_rows=_step_rows(folder.spec, variant),
         isa=variant.isa,
         arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
         adapter_bytes=variant.adapter_memory_bytes,
         progress=progress,
     )
+
+
+def _step_rows(spec: ModelSpec, variant: Variant) -> int:
+    """Return the tokens of one step: among them an image, which is computed in one piece beside all streams."""
+    if not spec.image_span:
+        return variant.max_rows
+    return max(variant.max_rows, spec.image_span + variant.max_sequences)
 
 
 def _speculator(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -> Speculator | None:

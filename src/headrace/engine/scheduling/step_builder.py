@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.engine.interface.image_rows import whole_image_cut
 from headrace.engine.interface.request import SequenceState
 from headrace.engine.scheduling.step_plan import SchedulerLimits, Share
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
@@ -53,6 +54,8 @@ class StepBuilder:
         computed = sequence.computed
         pending = len(sequence.tokens) - computed
         most = min(pending, limits.max_rows - self.rows - kept)
+        if limits.whole_images:
+            most = self._room_for_image(job, most)
         if most <= 0:
             self.full = True
             return 0
@@ -65,6 +68,8 @@ class StepBuilder:
             count = pending if most == pending and (count == pending or not self.rows) else 0
         else:
             count = self._cut(job, count, pending)
+            if limits.whole_images and 0 < count < pending:
+                count = self._without_part(job, count, most)
         if count > 0:
             self._add(job, count)
         self.full = self.full or count < pending
@@ -90,6 +95,26 @@ class StepBuilder:
             count = min(count, max(first - computed, 0) + limits.max_results - self._results)
         return count
 
+    def _room_for_image(self, job: SequenceJob, most: int) -> int:
+        """Return how many rows a prompt may have that begins with an image: what is kept for others does not count, and
+        drafts make way, because the image is computed in one piece."""
+        limits, sequence = self._limits, job.sequence
+        computed = sequence.computed
+        _, end = whole_image_cut(job.request.images, computed, computed + 1)
+        needed = end - computed
+        if needed > most and needed > 1:
+            self._drop_drafts(self.rows + needed - limits.max_rows)
+            most = max(most, min(needed, limits.max_rows - self.rows))
+        return most
+
+    def _without_part(self, job: SequenceJob, count: int, most: int) -> int:
+        """Return a chunk of about `count` rows that ends before an image or after it."""
+        computed = job.sequence.computed
+        before, after = whole_image_cut(job.request.images, computed, computed + count)
+        if before > computed:
+            return before - computed
+        return after - computed if after - computed <= most else 0
+
     def _add(self, job: SequenceJob, count: int) -> None:
         sequence = job.sequence
         computed = sequence.computed
@@ -107,19 +132,23 @@ class StepBuilder:
 
     def _shorten(self) -> None:
         """Drop drafts, then sequences, that exceed the step's rows. The last ones go without."""
-        for place in reversed(range(len(self.shares))):
-            over = self.rows - self._limits.max_rows
-            if over <= 0:
-                return
-            drafts = self.shares[place].sequence.drafted
-            fewer = min(over, len(drafts))
-            if fewer:
-                del drafts[len(drafts) - fewer :]
-                self._set(place, self.shares[place].count - fewer)
+        self._drop_drafts(self.rows - self._limits.max_rows)
         while self.rows > self._limits.max_rows:
             self._set(len(self.shares) - 1, 0)
             self.shares.pop()
             self.jobs.pop().in_step = False
+
+    def _drop_drafts(self, rows: int) -> None:
+        """Drop drafts until so many rows are gone, or no draft is left. The last ones go first."""
+        for place in reversed(range(len(self.shares))):
+            if rows <= 0:
+                return
+            drafts = self.shares[place].sequence.drafted
+            fewer = min(rows, len(drafts))
+            if fewer:
+                del drafts[len(drafts) - fewer :]
+                self._set(place, self.shares[place].count - fewer)
+                rows -= fewer
 
     def _set(self, place: int, count: int) -> None:
         share = self.shares[place]

@@ -23,6 +23,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 8192  # tokens of one sequence
     max_rows: int = 512  # of one step
     block_tokens: int = 16
+    whole_images: bool = False  # a chunk of a prompt cuts no image apart
     keeps_states: bool = False  # chunks of prompts end where a recurrent state can be kept for reuse
     causal: bool = True  # False for an encoder, whose sequence is computed in one step and is never reused
 

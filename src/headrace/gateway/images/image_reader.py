@@ -24,8 +24,10 @@ from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
 from headrace.gateway.images.message_images import decode_data_url, template_parts
+from headrace.models.families.vision.vision_tower import TowerSpec
 from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.image_layout import TileGrid
+from headrace.models.text.user_text import UserText, join
+from headrace.models.vision.image_layout import ImageGrid, ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import VisionFolder
 from headrace.observe import metrics
@@ -36,7 +38,7 @@ _MOST_BYTES: Final = 48 * 1024 * 1024  # of one request's features: they travel 
 class MeasuredImage(msgspec.Struct, frozen=True):
     data: bytes
     digest: bytes
-    grid: TileGrid
+    grid: ImageGrid
 
 
 class PromptImage(msgspec.Struct, frozen=True):
@@ -44,7 +46,10 @@ class PromptImage(msgspec.Struct, frozen=True):
 
     image: MeasuredImage
     starts: tuple[int, ...]
-    tile_tokens: int
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.image.grid.tile_tokens
 
     @property
     def tokens(self) -> int:
@@ -63,7 +68,7 @@ class ImageReader:
         self._config = config
         self._cache = FeatureCache(config.cache_bytes, name)
         self._running: dict[FeatureKey, asyncio.Future[Tiles]] = {}
-        self._image_text = tokenizer.decode([self._tower.image_token], skip_special_tokens=False)
+        self._texts = image_texts(self._tower, tokenizer)
         template = tokenizer.template
         self._takes_parts = template is not None and "type" in template.source
 
@@ -96,10 +101,10 @@ class ImageReader:
     def _read(self, source: Any) -> MeasuredImage:
         data: bytes = source()
         try:
-            size = measure(data, self._config.pixels)
+            grid = self._layout.grid(measure(data, self._config.pixels))
         except HeadraceError as error:
             raise _about_messages(error) from None
-        return MeasuredImage(data, hashlib.sha256(data).digest(), self._layout.grid(size))
+        return MeasuredImage(data, hashlib.sha256(data).digest(), grid)
 
     def template_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the model's template takes them: with parts, or with the image's token in the text."""
@@ -113,11 +118,35 @@ class ImageReader:
             found.append(plain)
         return found
 
+    def framed(self, text: str) -> str:
+        """Return a rendered chat with the texts around its images. A mark in a user's text is none."""
+        before, after = self._layout.frame(self._texts)
+        if not before and not after:
+            return text
+        mark = self._texts.mark
+        framed = f"{before}{mark}{after}"
+        if not isinstance(text, UserText):
+            return text.replace(mark, framed)
+        pieces: list[str] = []
+        for place, piece in enumerate(text.split(mark)):
+            if place:
+                pieces.append(mark)
+            pieces.append(piece)
+        start = 0
+        for place, piece in enumerate(pieces):
+            end = start + len(piece)
+            if place % 2 and not any(first < end and start < last for first, last in text.spans):
+                pieces[place] = framed
+            elif place % 2:
+                pieces[place] = UserText(piece)
+            start = end
+        return join("", pieces)
+
     def placed(
         self, tokens: Sequence[int], images: Sequence[MeasuredImage]
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Return the tokens with each image's own in place of its mark, and where they are."""
-        mark = self._tower.image_token
+        mark, shown = self._tower.mark_token, self._tower.image_token
         if tokens.count(mark) != len(images):
             raise invalid_request(
                 f"The chat template of '{self._name}' has places for {tokens.count(mark)} of {len(images)} images in "
@@ -132,25 +161,24 @@ class ImageReader:
                 found.append(token)
                 continue
             image = next(rest)
-            own = self._tokenizer.encode(self._layout.text(image.grid, self._image_text), False)
-            marks = [len(found) + place for place, each in enumerate(own) if each == mark]
-            size = self._layout.tile_tokens
+            own = self._tokenizer.encode(self._layout.text(image.grid, self._texts), False)
+            marks = [len(found) + place for place, each in enumerate(own) if each == shown]
+            size = image.grid.tile_tokens
             if len(marks) != size * image.grid.tiles:
                 raise invalid_request(f"The tokenizer of '{self._name}' does not know the image token.", "messages")
-            placed.append(PromptImage(image, tuple(marks[::size]), size))
+            placed.append(PromptImage(image, tuple(marks[::size])))
             found += own
         return tuple(found), tuple(placed)
 
     def tokens_of(self, image: MeasuredImage) -> int:
         """Return how many tokens take an image's place, about: those around its tiles are counted as three each."""
-        return image.grid.tiles * (self._layout.tile_tokens + 3)
+        return image.grid.tiles * (image.grid.tile_tokens + 3)
 
     # Generate
 
     async def rows(self, tenant: str, images: Sequence[PromptImage]) -> tuple[ImageRows, ...]:
         """Return the images' features, from the cache or encoded now. ApiError if one cannot be decoded, or if too
         many wait."""
-        size = self._layout.tile_tokens
         needed = sum(each.tokens for each in images) * self._tower.width * 4
         if needed > _MOST_BYTES:
             raise invalid_request(
@@ -159,7 +187,13 @@ class ImageReader:
             )
         tiles = await asyncio.gather(*(self._features(tenant, each.image) for each in images))
         return tuple(
-            ImageRows(start, size, hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8])).digest(), data)
+            ImageRows(
+                start,
+                each.tile_tokens,
+                hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8])).digest(),
+                data,
+                each.image.grid.places,
+            )
             for each, found in zip(images, tiles, strict=True)
             for place, (start, data) in enumerate(zip(each.starts, found, strict=True))
         )
@@ -200,6 +234,15 @@ class ImageReader:
         metrics.images_waiting.labels(self._name).set(len(self._running))
         if not task.cancelled():
             task.exception()  # seen, whether or not a client still waits
+
+
+def image_texts(tower: TowerSpec, tokenizer: Tokenizer) -> ImageTexts:
+    """Return the texts of the tokens around an image."""
+
+    def text(token: int | None) -> str:
+        return "" if token is None else tokenizer.decode([token], skip_special_tokens=False)
+
+    return ImageTexts(text(tower.image_token), text(tower.mark_token), text(tower.end_token))
 
 
 def encoder_threads(config: ImagesConfig) -> int:

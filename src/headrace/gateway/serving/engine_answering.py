@@ -242,6 +242,8 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     long = sum(len(message.get("content") or "") for message in text_request.messages) > _LONG_TEXT
     began = time.monotonic()
     text = await asyncio.to_thread(render) if long else render()
+    if reader is not None and measured:
+        text = reader.framed(text)
     rendered = time.monotonic()
     tokens = await tokens_of(served, text, "messages", chat_of=exchange.caller.tenant)
     placed: tuple[PromptImage, ...] = ()

@@ -184,12 +184,13 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
         return {"no_images": f"Headrace loads no image part of {architecture}. Send text only."} if unread else {}
     try:
         require_pillow()
+        vision = open_vision(folder.path)
     except HeadraceError as error:
         log.warning("'%s' reads no images. %s", name, error)
         return {"no_images": str(error)}
     variant = engine.variant
     encoder = ImageEncoder(
-        vision := open_vision(folder.path),
+        vision,
         threads=encoder_threads(config.images),
         isa=variant.isa,
         arithmetic=variant.arithmetic,

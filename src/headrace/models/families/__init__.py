@@ -48,7 +48,7 @@ from headrace.models.families.recurrent import (
     qwen_next,
 )
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
-from headrace.models.families.vision import idefics3
+from headrace.models.families.vision import idefics3, qwen_vl
 from headrace.models.sentence_files import read_max_tokens, read_pooling
 from headrace.models.spec import ModelSpec
 
@@ -69,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
     llama4,
     idefics3,
     qwen,
+    qwen_vl,
     qwen_next,
     gemma1,
     gemma,

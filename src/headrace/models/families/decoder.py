@@ -37,6 +37,7 @@ ACTIVATIONS: Final[Mapping[str, PlainActivation]] = {
     "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "squared_relu",
+    "quick_gelu": "quick_gelu",
 }
 
 # Canonical name within a layer (or of the model) -> names in the files, whose rows are joined; "{expert}" is a number.

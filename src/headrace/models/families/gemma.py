@@ -1,4 +1,4 @@
-"""Reads Gemma 2, Gemma 3 (text), and the text part of Gemma 3 with vision.
+"""Reads Gemma 2, Gemma 3 (text), and Gemma 3 with vision, whose image part is in `vision/gemma3_tower`.
 
 They differ from the plain decoder in norms that store their weight minus one, on both sides of each sublayer; scaled
 embeddings; soft caps (Gemma 2) or normalised heads (Gemma 3); and sliding layers, which in Gemma 3 have their own rope.
@@ -23,12 +23,13 @@ from headrace.models.families.decoder import (
     sliding_window,
 )
 from headrace.models.families.family import TensorSources, architecture_of
+from headrace.models.families.vision import gemma3_tower
 from headrace.models.rope import read_rope, read_ropes_by_kind
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 architectures: tuple[str, ...] = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-# `hidden_activation` is used. The image part of a Gemma 3 is not loaded.
-ignored: tuple[str, ...] = ("hidden_act", "vision_config", "mm_tokens_per_image", "sliding_window_size")
+# `hidden_activation` is used.
+ignored: tuple[str, ...] = ("hidden_act", "sliding_window_size", "mm_tokens_per_image", *gemma3_tower.IGNORED)
 
 _NAMES: TensorNames = {**LLAMA_NAMES, **OUT_NORM_NAMES}
 # Converters have used each of these prefixes for the text part.
@@ -45,7 +46,10 @@ _GEMMA3_DEFAULTS: dict[str, object] = {
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
-    if architecture == "Gemma3ForConditionalGeneration":
+    span = 0
+    if architecture == gemma3_tower.ARCHITECTURE:
+        if config.has("vision_config"):
+            span = gemma3_tower.read_tower(config).tile_tokens
         config = config.sub("text_config").with_defaults(
             {"tie_word_embeddings": config.flag("tie_word_embeddings", default=True)}
         )
@@ -73,6 +77,7 @@ def spec(config: ConfigJson) -> ModelSpec:
     return msgspec.structs.replace(
         plain,
         causal=not both_ways,
+        image_span=0 if both_ways else span,
         kind="encoder" if both_ways else "decoder",
         norm_offset=1.0,
         out_norm=True,

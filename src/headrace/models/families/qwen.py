@@ -45,7 +45,7 @@ QWEN_NAMES: TensorNames = {
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     size = head_size(config, default=128 if architecture == "Qwen3ForCausalLM" else None)
-    layers = expert_layers(config) if "Moe" in architecture else _dense_layers(config)
+    layers = expert_layers(config) if "Moe" in architecture else dense_layers(config)
     mixed = any(layer.experts for layer in layers)
     plain = decoder_spec(
         config,
@@ -72,7 +72,8 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     return fuse_experts(table, spec, names, ("layers.{layer}.mlp",))
 
 
-def _dense_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
+def dense_layers(config: ConfigJson) -> tuple[LayerSpec, ...]:
+    """Return the layers of a model without a mixture."""
     count = layer_count(config)
     window = gated_sliding_window(config, default=4096)
     full = config.size("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)

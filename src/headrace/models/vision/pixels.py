@@ -75,7 +75,7 @@ def _shown_size(image: Image.Image) -> Size:
 
 
 def read_tiles(data: bytes, layout: ImageLayout, max_pixels: int) -> NDArray[np.float32]:
-    """Return an image's tiles, [tiles, channels, side, side]. RequestError for an image that cannot be decoded."""
+    """Return an image's tiles, [tiles, channels, height, width]. RequestError for an image that cannot be decoded."""
     from PIL import Image, ImageOps
 
     with _opened(data, max_pixels) as image:
@@ -87,13 +87,15 @@ def read_tiles(data: bytes, layout: ImageLayout, max_pixels: int) -> NDArray[np.
             raise RequestError("The image cannot be decoded: its file is damaged or cut.", parameter="images") from None
     filter = Image.Resampling(layout.resample)
     resized = _scaled(_scaled(pixels, grid.resized, filter), grid.size, filter)
-    side = layout.tile
+    if not grid.rows:
+        return normalised(np.asarray(resized)[None], layout)
+    height, width = grid.size.height // grid.rows, grid.size.width // grid.columns
     tiles = [
-        np.asarray(resized)[row * side : (row + 1) * side, column * side : (column + 1) * side]
+        np.asarray(resized)[row * height : (row + 1) * height, column * width : (column + 1) * width]
         for row in range(grid.rows)
         for column in range(grid.columns)
     ]
-    tiles.append(np.asarray(_scaled(resized, Size(side, side), filter)) if grid.rows else np.asarray(resized))
+    tiles.append(np.asarray(_scaled(resized, Size(height, width), filter)))
     return normalised(np.stack(tiles), layout)
 
 

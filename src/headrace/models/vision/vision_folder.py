@@ -5,9 +5,10 @@ A model without an image part that Headrace computes has none here, and reads te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,30 +16,34 @@ from numpy.typing import NDArray
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import find_prefix, named_sources
-from headrace.models.families.family import architecture_of
-from headrace.models.families.vision.vision_tower import ARCHITECTURES, TOWER_NAMES, TowerSpec, read_tower
+from headrace.models.families.vision.towers import has_tower, read_tower
+from headrace.models.families.vision.vision_tower import Connector, TowerSpec, TowerTensor
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.model_folder import ModelFolder
 from headrace.models.text.tokenizer_files import read_folder
-from headrace.models.vision.image_layout import ImageLayout, read_layout
+from headrace.models.vision import patch_layout, square_layout
+from headrace.models.vision.image_layout import ImageLayout, check_preprocessor, read_preprocessor
+from headrace.models.vision.patch_layout import read_patches
+from headrace.models.vision.square_layout import read_square
+from headrace.models.vision.tiled_layout import read_tiled
 
-_TOWERS = ("model.vision_model.", "vision_model.")
-_PROJECTIONS = ("model.connector.modality_projection.", "connector.modality_projection.")
+_LAYOUTS: Final[dict[Connector, tuple[Callable[[ConfigJson, TowerSpec], ImageLayout], tuple[str, ...]]]] = {
+    "shuffle": (read_tiled, ()),
+    "pool": (read_square, square_layout.IGNORED),
+    "merge": (read_patches, patch_layout.IGNORED),
+}
 
 
 class VisionFolder(NamedTuple):
     tower: TowerSpec
     layout: ImageLayout
     folder: ModelFolder  # of the tower
-    patch_weight: NDArray[np.float32]  # [hidden, channels * patch * patch]
-    patch_bias: NDArray[np.float32]
-    positions: NDArray[np.float32]  # [patches, hidden]
-    projection: NDArray[np.float32]  # [width, hidden * scale * scale]
+    extras: dict[str, NDArray[np.float32]]  # of `tower.extras`, as matrices and vectors
 
     @property
     def stores_bf16(self) -> bool:
         """Whether the files hold the tower in bf16, so that f32 would only take more memory."""
-        name = self.folder.sources["layers.0.mlp.up"][0].name
+        name = self.folder.sources["layers.0.attn.o"][0].name
         return self.folder.weights.dense(name).dtype == "bf16"
 
 
@@ -46,7 +51,16 @@ def has_vision(path: Path) -> bool:
     """Return whether a model reads images."""
     if not path.is_dir() or not (path / "config.json").exists():
         return False
-    return architecture_of(ConfigJson.read(path / "config.json")) in ARCHITECTURES
+    return has_tower(ConfigJson.read(path / "config.json"))
+
+
+def read_layout(folder: Path, tower: TowerSpec) -> ImageLayout:
+    """Read how the model's images are prepared. ModelError for a preparation that Headrace does not do exactly."""
+    config = read_preprocessor(folder)
+    read, ignored = _LAYOUTS[tower.connector]
+    layout = read(config, tower)
+    check_preprocessor(config, ignored)
+    return layout
 
 
 def open_vision(path: Path) -> VisionFolder:
@@ -57,29 +71,20 @@ def open_vision(path: Path) -> VisionFolder:
         raise config.error("quantization_config", "Headrace does not read the image part of quantised files.")
     weights = ModelWeights.open(path)
     names = weights.names
-    prefix = find_prefix(names, _TOWERS, "embeddings.patch_embedding.weight")
+    prefix = find_prefix(names, tower.prefixes, tower.probe)
     spec = tower.encoder
-    sources = named_sources(spec, TOWER_NAMES, names, prefix=prefix, layer="encoder.layers")
+    sources = named_sources(spec, tower.names, names, prefix=prefix, layer=tower.layer)
     folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
+    extras = {extra.name: _extra(path, weights, extra) for extra in tower.extras}
+    return VisionFolder(tower, read_layout(path, tower), folder, extras)
 
-    def tensor(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        if weights.shape(name) != shape:
-            found = "x".join(map(str, weights.shape(name)))
-            expected = "x".join(map(str, shape))
-            raise ModelError(f"Has shape {found}. Expected {expected} from config.json.", path=path, tensor=name)
-        values = weights.dense(name).to_f32()
-        return np.ascontiguousarray(values.reshape(shape[0], -1) if len(shape) > 1 else values)
 
-    patch = f"{prefix}embeddings.patch_embedding"
-    size = tower.patch_size
-    projection = find_prefix(names, _PROJECTIONS, "proj.weight")
-    return VisionFolder(
-        tower=tower,
-        layout=read_layout(path, tower),
-        folder=folder,
-        patch_weight=tensor(f"{patch}.weight", (spec.hidden_size, tower.channels, size, size)),
-        patch_bias=tensor(f"{patch}.bias", (spec.hidden_size,)),
-        positions=tensor(f"{prefix}embeddings.position_embedding.weight", (spec.vocab_size, spec.hidden_size)),
-        projection=tensor(f"{projection}proj.weight", (tower.width, tower.shuffled_size)),
-    )
+def _extra(path: Path, weights: ModelWeights, extra: TowerTensor) -> NDArray[np.float32]:
+    name = next((name for name in extra.files if name in weights.names), extra.files[0])
+    shape = weights.shape(name)
+    if shape != extra.shape:
+        found, expected = ("x".join(map(str, each)) for each in (shape, extra.shape))
+        raise ModelError(f"Has shape {found}. Expected {expected} from config.json.", path=path, tensor=name)
+    values = weights.dense(name).to_f32()
+    return np.ascontiguousarray(values.reshape(shape[0], -1) if len(shape) > 1 else values)

@@ -60,6 +60,8 @@ async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str,
             raise reads_no_images(served)
         shown = messages if reader is None else reader.template_messages(messages)
         text = tokenizer.apply_template(shown, add_generation_prompt=ends)
+        if images and reader is not None:
+            text = reader.framed(text)
         tokens = await tokens_of(served, text, "messages", whole=True)
         if images and reader is not None:
             tokens, _ = reader.placed(tokens, await reader.measured(images))

@@ -1,24 +1,22 @@
 """Describes the image part of a model: a vision tower as an encoder's ModelSpec, and how its features become tokens.
 
-Reads config.json only. How an image becomes pixels is in `image_layout` and `pixels`.
+Reads config.json only. How an image becomes pixels is in `models/vision`.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from headrace.models.config_json import MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_VOCAB, ConfigJson
+from headrace.models.config_json import MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, ConfigJson
 from headrace.models.families.decoder import ACTIVATIONS, TensorNames, layer_count
-from headrace.models.families.family import architecture_of
 from headrace.models.spec import LayerSpec, ModelSpec
 
 MAX_SIDE: Final = 4096  # pixels of a tile
-ARCHITECTURES: Final = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 
 # `embed` is the table of positions: a tower has no token embeddings, and a row begins with a patch and its position.
-TOWER_NAMES: Final[TensorNames] = {
+SIGLIP_NAMES: Final[TensorNames] = {
     "embed": ("embeddings.position_embedding",),
     "norm": ("post_layernorm",),
     "attn.norm": ("layer_norm1",),
@@ -29,17 +27,39 @@ TOWER_NAMES: Final[TensorNames] = {
     "mlp.down": ("mlp.fc2",),
 }
 
+# What becomes of a tower's features: squares of them side by side and projected (Idefics3), their means normalised and
+# projected (Gemma 3), or squares side by side through two products (Qwen-VL).
+Connector = Literal["shuffle", "pool", "merge"]
+
+
+class TowerTensor(msgspec.Struct, frozen=True):
+    """A tensor of the image part that the encoder's spec does not have."""
+
+    name: str  # ours
+    files: tuple[str, ...]  # names that the files may use
+    shape: tuple[int, ...]
+
 
 class TowerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A SigLIP tower over the patches of a square tile, and the projection of its features."""
+    """A tower over the patches of an image, and the connector of its features with the text part."""
 
     encoder: ModelSpec
-    channels: int
-    image_size: int  # pixels of a tile's side
+    connector: Connector
+    channels: int = 3
+    image_size: int = 0  # pixels of a tile's side; 0: images have any size
     patch_size: int
-    scale: int  # so many features of a side become one by a pixel shuffle
+    scale: int  # so many features of a side become one
     width: int  # of a feature: the text part's hidden size
-    image_token: int  # of the vocabulary
+    window: int = 0  # patches of a side that see each other in layers with spans; 0: there are none
+    image_token: int  # of the vocabulary: features take its place
+    mark_token: int  # what the chat template writes for an image
+    end_token: int | None = None  # comes after an image, if the template does not write it
+
+    names: TensorNames
+    prefixes: tuple[str, ...]  # of the tower's names in the files
+    layer: str  # before the number of a layer
+    probe: str  # a name by which the prefix is found
+    extras: tuple[TowerTensor, ...]
 
     @property
     def side(self) -> int:
@@ -47,46 +67,35 @@ class TowerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.image_size // self.patch_size
 
     @property
-    def patch_values(self) -> int:
-        return self.channels * self.patch_size**2
-
-    @property
     def tile_tokens(self) -> int:
         return (self.side // self.scale) ** 2
 
-    @property
-    def shuffled_size(self) -> int:
-        """Inputs of the projection."""
-        return self.encoder.hidden_size * self.scale**2
 
-
-def read_tower(config: ConfigJson) -> TowerSpec:
-    """Read the image part of a config. ModelError for one that Headrace does not compute exactly."""
-    vision = config.sub("vision_config")
-    image_size = vision.size("image_size", maximum=MAX_SIDE, default=224)
-    patch_size = vision.size("patch_size", maximum=MAX_SIDE, default=32)
-    hidden = vision.size("hidden_size", maximum=MAX_HIDDEN, default=1152)
-    heads = vision.size("num_attention_heads", maximum=MAX_HEADS, default=16)
+def siglip_encoder(vision: ConfigJson, architecture: str, *, defaults: dict[str, int]) -> tuple[ModelSpec, int, int]:
+    """Read a SigLIP tower. Return its spec, the pixels of a tile's side and those of a patch's."""
+    vision = vision.with_defaults(defaults)
+    image_size = vision.size("image_size", maximum=MAX_SIDE)
+    patch_size = vision.size("patch_size", maximum=MAX_SIDE)
+    hidden = vision.size("hidden_size", maximum=MAX_HIDDEN)
+    heads = vision.size("num_attention_heads", maximum=MAX_HEADS)
+    vision.size("num_channels", minimum=3, maximum=3, default=3)
     if image_size % patch_size:
         raise vision.mismatch("patch_size", f"a divisor of image_size ({image_size})")
     if hidden % heads:
         raise vision.mismatch("num_attention_heads", f"a divisor of hidden_size ({hidden})")
     side = image_size // patch_size
-    scale = config.size("scale_factor", maximum=64, default=2)
-    if side % scale:
-        raise config.mismatch("scale_factor", f"a divisor of the {side} patches of a side")
     encoder = ModelSpec(
         family="siglip",
-        architecture=f"{architecture_of(config)}, image part",
+        architecture=f"{architecture}, image part",
         kind="encoder",
         causal=False,
         vocab_size=side * side,
         hidden_size=hidden,
-        intermediate_size=vision.size("intermediate_size", maximum=MAX_INTERMEDIATE, default=3072),
+        intermediate_size=vision.size("intermediate_size", maximum=MAX_INTERMEDIATE),
         heads=heads,
         kv_heads=heads,
         head_size=hidden // heads,
-        layers=(LayerSpec(rope=None),) * layer_count(vision.with_defaults({"num_hidden_layers": 12})),
+        layers=(LayerSpec(rope=None),) * layer_count(vision),
         context=side * side,
         norm="layer",
         norm_eps=vision.positive("layer_norm_eps", maximum=1.0, default=1e-6),
@@ -97,12 +106,18 @@ def read_tower(config: ConfigJson) -> TowerSpec:
         mlp_bias=True,
         attention_scale=(hidden // heads) ** -0.5,
     )
-    return TowerSpec(
-        encoder=encoder,
-        channels=vision.size("num_channels", minimum=3, maximum=3, default=3),
-        image_size=image_size,
-        patch_size=patch_size,
-        scale=scale,
-        width=config.sub("text_config").size("hidden_size", maximum=MAX_HIDDEN, default=4096),
-        image_token=config.size("image_token_id", maximum=MAX_VOCAB, minimum=0, default=128_257),
+    return encoder, image_size, patch_size
+
+
+def siglip_tensors(prefixes: tuple[str, ...], encoder: ModelSpec, patch_size: int) -> tuple[TowerTensor, ...]:
+    """Return the patch embedding and the table of positions."""
+    hidden = encoder.hidden_size
+
+    def named(stem: str) -> tuple[str, ...]:
+        return tuple(f"{prefix}embeddings.{stem}" for prefix in prefixes)
+
+    return (
+        TowerTensor("patch", named("patch_embedding.weight"), (hidden, 3, patch_size, patch_size)),
+        TowerTensor("patch.bias", named("patch_embedding.bias"), (hidden,)),
+        TowerTensor("positions", named("position_embedding.weight"), (encoder.vocab_size, hidden)),
     )

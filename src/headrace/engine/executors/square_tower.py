@@ -1,0 +1,137 @@
+"""SquareTower: computes the features of square tiles of one size, [channels, side, side] -> [tokens, width].
+
+A tower is a ModelSpec that the core computes; before it, patches become rows, and after it the connector makes its
+features the text part's. Does not know files or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import describe
+from headrace.models.families.vision.vision_tower import TowerSpec
+from headrace.models.packing import aligned_bytes
+from headrace.models.spec import ModelSpec
+from headrace.models.vision.vision_folder import VisionFolder
+
+Floats = NDArray[np.float32]
+CoreTensors = dict[str, _core.Packed | Floats]
+
+
+class SquareTower:
+    """A SigLIP tower: learned positions of the patches of a square tile of one size."""
+
+    def __init__(self, vision: VisionFolder, pool: _core.Pool, tensors: CoreTensors, isa: str) -> None:
+        tower, extras = vision.tower, vision.extras
+        patches = tower.side**2
+        self._tower = tower
+        self._pool = pool
+        self._isa = isa
+        self._patch = pack_f32(extras["patch"], pool)
+        places = _bucketed_places(tower.side) if tower.connector == "shuffle" else np.arange(patches)
+        self._places = np.ascontiguousarray(extras["positions"][places] + extras["patch.bias"])
+        self._steps = EncoderSteps(tower.encoder, tensors, pool, isa, patches)
+        projection = extras["projection"]
+        if tower.connector == "pool":
+            self._norm = 1.0 + extras["norm"].astype(np.float64)
+            projection = np.ascontiguousarray(projection.T)
+        self._projection = pack_f32(projection, pool)
+
+    def encode(self, tile: Floats) -> Floats:
+        tower = self._tower
+        rows = np.empty(self._places.shape, dtype=np.float32)
+        _core.multiply(self._patch, _patches(tile, tower.patch_size), rows, self._pool, self._isa)
+        rows += self._places
+        states = self._steps.compute(rows)
+        joined = _shuffled(states, tower) if tower.connector == "shuffle" else self._pooled(states)
+        features = np.empty((len(joined), tower.width), dtype=np.float32)
+        _core.multiply(self._projection, joined, features, self._pool, self._isa)
+        return features
+
+    def _pooled(self, states: Floats) -> Floats:
+        """Return the means of squares of features, normalised."""
+        tower = self._tower
+        means = _squares(states, tower).mean(axis=2, dtype=np.float64)
+        size = np.square(means).mean(axis=1, keepdims=True) + tower.encoder.norm_eps
+        return (means / np.sqrt(size) * self._norm).astype(np.float32)
+
+
+class EncoderSteps:
+    """The core's model of an encoder, which computes all rows of a sequence in one step."""
+
+    def __init__(self, spec: ModelSpec, tensors: CoreTensors, pool: _core.Pool, isa: str, rows: int) -> None:
+        self._model = _core.Model(describe(spec), tensors, pool, rows, isa)
+        blocks = -(-rows // _core.BLOCK)
+        self._kv = _core.Kv(spec.kv_layers, spec.kv_heads, spec.head_size, blocks, "f32")
+        self._tables = np.arange(blocks, dtype=np.int32).reshape(1, -1)
+        self._one = np.zeros(1, dtype=np.int32)
+        self.rows = rows
+
+    def compute(
+        self, rows: Floats, *, spans: NDArray[np.int32] | None = None, places: NDArray[np.int32] | None = None
+    ) -> Floats:
+        """Return the hidden states of rows, [rows, hidden]."""
+        states = np.empty_like(rows)
+        count = len(rows)
+        numbers = np.arange(count, dtype=np.int32)
+        self._model.step(
+            self._kv,
+            np.zeros(count, dtype=np.int32),
+            np.array([0, count], dtype=np.int32),
+            self._one,
+            self._tables,
+            self._one,
+            numbers,
+            states,
+            True,
+            features=rows,
+            feature_rows=numbers,
+            spans=spans,
+            places=places,
+        )
+        return states
+
+
+def pack_f32(matrix: Floats, pool: _core.Pool) -> _core.Packed:
+    outputs, inputs = matrix.shape
+    data = aligned_bytes(_core.packed_bytes("f32", outputs, inputs, 0))
+    gain = _core.pack(matrix, "f32", "f32", 0, data, pool)
+    return _core.Packed("f32", outputs, inputs, 0, gain, data)
+
+
+def _patches(tile: Floats, size: int) -> Floats:
+    """Return a tile's patches as rows, each channel by channel."""
+    channels, side = tile.shape[0], tile.shape[1] // size
+    cut = tile.reshape(channels, side, size, side, size).transpose(1, 3, 0, 2, 4)
+    return np.ascontiguousarray(cut).reshape(side * side, channels * size * size)
+
+
+def _squares(states: Floats, tower: TowerSpec) -> Floats:
+    """Return the features of each square of patches that becomes one: [tokens, hidden, patches of a square]."""
+    less, scale, hidden = tower.side // tower.scale, tower.scale, states.shape[1]
+    cut = states.reshape(less, scale, less, scale, hidden).transpose(0, 2, 4, 1, 3)
+    return cut.reshape(less * less, hidden, scale * scale)
+
+
+def _shuffled(states: Floats, tower: TowerSpec) -> Floats:
+    """Return squares of features as one row each, patch by patch."""
+    squares = _squares(states, tower).transpose(0, 2, 1)
+    return np.ascontiguousarray(squares).reshape(len(squares), -1)
+
+
+def _bucketed_places(side: int) -> NDArray[np.intp]:
+    """Return the row of the table of positions of each patch: that of its place in the tile, rounded as the reference
+    rounds it."""
+    bounds = np.array(list(_steps(1.0 / side)), dtype=np.float32)
+    places = np.minimum(np.arange(side, dtype=np.float32) * np.float32(1.0 / side), np.float32(1.0 - 1e-6))
+    found = np.searchsorted(bounds, places, side="right")
+    return (found[:, None] * side + found[None, :]).reshape(-1)
+
+
+def _steps(step: float) -> Iterator[float]:
+    count = int(np.ceil((1.0 - step) / step))
+    return (step + step * place for place in range(count))
