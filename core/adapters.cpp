@@ -1,6 +1,7 @@
 #include "adapters.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -9,10 +10,52 @@
 
 namespace headrace {
 
-const char* const kSiteNames[kSites] = {"qkv", "o", "up", "down"};
+const char* const kSiteNames[kSites] = {"qkv", "o", "up", "down", "in", "out"};
 
-Adapter::Adapter(const Model& model, bool exact)
-    : model_(&model), exact_(exact), held_(model.weights().layers.size() * kSites) {}
+namespace {
+
+int8_t int8_code(float value, float step) {
+  return step == 0.0f ? int8_t{0} : static_cast<int8_t>(std::clamp(std::nearbyint(value / step), -127.0f, 127.0f));
+}
+
+// Lane i of a vector of pairs of bf16 has values i and 16 + i of the run. `step`: of int8, what a code of one means.
+void store(uint8_t* run, int64_t place, float value, LowRankFormat format, float step) {
+  if (format == LowRankFormat::kF32) {
+    std::memcpy(run + place * 4, &value, 4);
+  } else if (format == LowRankFormat::kBf16) {
+    const uint16_t rounded = bf16_from_f32(value);
+    std::memcpy(run + place % 16 * 4 + place / 16 * 2, &rounded, 2);
+  } else {
+    run[place] = static_cast<uint8_t>(int8_code(value, step));
+  }
+}
+
+// A side's steps of int8, one for each rank, and what they lose of it.
+struct Steps {
+  explicit Steps(int64_t ranks) : of_rank(static_cast<size_t>(ranks)) {}
+
+  // Values of one rank, `stride` apart.
+  void add(int64_t rank, const float* values, int64_t count, int64_t stride) {
+    float most = 0.0f;
+    for (int64_t i = 0; i < count; ++i) most = std::max(most, std::abs(values[i * stride]));
+    const float step = of_rank[static_cast<size_t>(rank)] = most / 127.0f;
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = values[i * stride];
+      const double lost = value - double{step} * int8_code(values[i * stride], step);
+      squares += value * value;
+      lost_squares += lost * lost;
+    }
+  }
+  bool fits() const { return lost_squares <= kMostInt8Error * kMostInt8Error * squares; }
+
+  std::vector<float> of_rank;
+  double squares = 0.0, lost_squares = 0.0;
+};
+
+}  // namespace
+
+Adapter::Adapter(const Model& model, LowRankFormat format)
+    : model_(&model), format_(format), held_(model.weights().layers.size() * kSites) {}
 
 const Product* Adapter::product_at(int64_t layer, Site site) const {
   const std::vector<Layer>& layers = model_->weights().layers;
@@ -32,18 +75,14 @@ const Product* Adapter::product_at(int64_t layer, Site site) const {
     case Site::kDown:
       product = &of.mlp.down;
       break;
+    case Site::kRecurrentIn:
+      product = &of.recurrent_in;
+      break;
+    case Site::kRecurrentOut:
+      product = &of.recurrent_out;
+      break;
   }
   return product->present() ? product : nullptr;
-}
-
-// Lane i of a vector of pairs has values i and 16 + i of the run.
-void Adapter::store(uint8_t* out, int64_t at, float value) const {
-  if (exact_) {
-    std::memcpy(out + at * 4, &value, 4);
-    return;
-  }
-  const uint16_t rounded = bf16_from_f32(value);
-  std::memcpy(out + at / 32 * 64 + at % 16 * 4 + at % 32 / 16 * 2, &rounded, 2);
 }
 
 void Adapter::add(int64_t layer, Site site, int64_t inputs, const float* down, const std::vector<LowRankPart>& parts,
@@ -71,12 +110,33 @@ void Adapter::add(int64_t layer, Site site, int64_t inputs, const float* down, c
   Held& held = held_[static_cast<size_t>(layer) * kSites + static_cast<size_t>(site)];
   if (held.view.down != nullptr) throw std::invalid_argument(name + " is changed twice");
 
-  const int64_t size = exact_ ? 4 : 2;
+  Steps down_steps(ranks), up_steps(ranks);
+  LowRankFormat format = format_;
+  if (format == LowRankFormat::kInt8) {
+    for (int64_t r = 0; r < ranks; ++r) down_steps.add(r, down + r * inputs, inputs, 1);
+    int64_t rank = 0;
+    for (const LowRankPart& part : parts) {
+      for (int64_t r = 0; r < part.ranks; ++r) up_steps.add(rank++, part.up + r, part.outputs, part.ranks);
+    }
+    if (!down_steps.fits() || !up_steps.fits()) format = LowRankFormat::kBf16;
+  }
+  const int64_t size = low_rank_bytes(format);
   const int64_t width = round_up(inputs, 32);
   const int64_t padded_ranks = round_up(ranks, kRanksAtOnce);
+  if (format == LowRankFormat::kInt8) {
+    held.scales = Buffer<float>(padded_ranks);
+    for (size_t r = 0; r < down_steps.of_rank.size(); ++r) {
+      held.scales.data()[r] = down_steps.of_rank[r] * up_steps.of_rank[r];
+    }
+  }
   held.down = Buffer<uint8_t>(std::max<int64_t>(1, padded_ranks) * width * size);
   for (int64_t r = 0; r < ranks; ++r) {
-    for (int64_t i = 0; i < inputs; ++i) store(held.down.data() + r * width * size, i, down[r * inputs + i]);
+    const float step = down_steps.of_rank[static_cast<size_t>(r)];
+    uint8_t* group = held.down.data() + r / kRanksAtOnce * kRanksAtOnce * width * size;
+    for (int64_t i = 0; i < inputs; ++i) {
+      uint8_t* run = group + (i / 32 * kRanksAtOnce + r % kRanksAtOnce) * 32 * size;
+      store(run, i % 32, down[r * inputs + i], format, step);
+    }
   }
 
   // A part's columns by panels, in the order of the panels.
@@ -110,29 +170,33 @@ void Adapter::add(int64_t layer, Site site, int64_t inputs, const float* down, c
     ++held.first_piece[static_cast<size_t>(each.panel) + 1];
   }
   for (size_t i = 1; i < held.first_piece.size(); ++i) held.first_piece[i] += held.first_piece[i - 1];
+  first_rank = 0;
   for (size_t p = 0; p < parts.size(); ++p) {
     const LowRankPart& part = parts[p];
     for (int64_t i = 0; i < part.outputs; ++i) {
       const int64_t column = part.columns[i];
       uint8_t* piece = held.up.data() + at_panel[p][static_cast<size_t>(column / kPanel)] * size;
       for (int64_t r = 0; r < part.ranks; ++r) {
-        store(piece + r * kPanel * size, column % kPanel, part.up[i * part.ranks + r]);
+        const float step = up_steps.of_rank[static_cast<size_t>(first_rank + r)];
+        store(piece + r * kPanel * size, column % kPanel, part.up[i * part.ranks + r], format, step);
       }
     }
+    first_rank += part.ranks;
   }
   if (magnitudes != nullptr) {
     held.magnitudes = Buffer<float>(layout.panels * kPanel);
     std::copy(magnitudes, magnitudes + layout.outputs, held.magnitudes.data());
   }
-  held.view = {exact_,
+  held.view = {format,
                width,
                padded_ranks,
                held.down.data(),
+               held.scales.data(),
                held.pieces.data(),
                held.first_piece.data(),
                held.magnitudes.data()};
   most_ranks_ = std::max(most_ranks_, padded_ranks);
-  bytes_ += held.down.bytes() + held.up.bytes() + held.magnitudes.bytes() +
+  bytes_ += held.down.bytes() + held.up.bytes() + held.scales.bytes() + held.magnitudes.bytes() +
             static_cast<int64_t>(held.pieces.size() * sizeof(LowRankPiece) + held.first_piece.size() * sizeof(int32_t));
 }
 

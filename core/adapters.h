@@ -14,11 +14,14 @@
 namespace headrace {
 
 // The products of a layer that an adapter may change.
-enum class Site : int { kQkv, kOutput, kUp, kDown };
-constexpr int kSites = 4;
+enum class Site : int { kQkv, kOutput, kUp, kDown, kRecurrentIn, kRecurrentOut };
+constexpr int kSites = 6;
 extern const char* const kSiteNames[kSites];
 
 constexpr int64_t kMostRanks = 4096;  // of all parts of a product together
+
+// A product whose weights int8 would change by more than this, as the ratio of root mean squares, keeps bf16.
+constexpr double kMostInt8Error = 0.02;
 
 // Some outputs of a product, with ranks of their own.
 struct LowRankPart {
@@ -30,13 +33,13 @@ struct LowRankPart {
 
 class Adapter {
  public:
-  // Throws std::invalid_argument where a product does not fit. `exact`: weights in f32, otherwise rounded to bf16.
-  Adapter(const Model& model, bool exact);
+  // `format`: of weights that are held; kInt8 has a scale for each rank of a side.
+  Adapter(const Model& model, LowRankFormat format);
   Adapter(const Adapter&) = delete;
   Adapter& operator=(const Adapter&) = delete;
 
-  // `down`: [the ranks of all parts, one after the other][inputs]. `magnitudes`: [outputs] factors of what the product
-  // and the parts give together, or none.
+  // Throws std::invalid_argument where a product does not fit. `down`: [the ranks of all parts, one after the
+  // other][inputs]. `magnitudes`: [outputs] factors of what the product and the parts give together, or none.
   void add(int64_t layer, Site site, int64_t inputs, const float* down, const std::vector<LowRankPart>& parts,
            const float* magnitudes);
 
@@ -50,16 +53,15 @@ class Adapter {
   struct Held {
     LowRankView view;
     Buffer<uint8_t> down, up;
-    Buffer<float> magnitudes;
+    Buffer<float> scales, magnitudes;
     std::vector<LowRankPiece> pieces;
     std::vector<int32_t> first_piece;
   };
 
   const Product* product_at(int64_t layer, Site site) const;
-  void store(uint8_t* out, int64_t at, float value) const;  // of a run of 32, in the kernels' order
 
   const Model* model_;
-  bool exact_;
+  LowRankFormat format_;
   std::vector<Held> held_;  // [layers][kSites]
   int64_t most_ranks_ = 0;
   int64_t bytes_ = 0;

@@ -17,7 +17,14 @@ Site site_of(const std::string& name) {
   for (int i = 0; i < kSites; ++i) {
     if (name == kSiteNames[i]) return static_cast<Site>(i);
   }
-  refuse("unknown product '" + name + "': expected qkv, o, up or down");
+  refuse("unknown product '" + name + "': expected qkv, o, up, down, in or out");
+}
+
+LowRankFormat format_of(const std::string& name) {
+  if (name == "f32") return LowRankFormat::kF32;
+  if (name == "bf16") return LowRankFormat::kBf16;
+  if (name == "int8") return LowRankFormat::kInt8;
+  refuse("unknown format '" + name + "': expected f32, bf16 or int8");
 }
 
 void add_product(Adapter& self, int64_t layer, const std::string& product, Array<float, 2> down, nb::list parts,
@@ -60,8 +67,10 @@ void bind_adapters(nb::module_& module) {
   nb::class_<Adapter>(module, "Adapter")
       .def(
           "__init__",
-          [](Adapter* self, const BoundModel& model, bool exact) { new (self) Adapter(*model.model, exact); },
-          "model"_a, "exact"_a, nb::keep_alive<1, 2>())
+          [](Adapter* self, const BoundModel& model, const std::string& format) {
+            new (self) Adapter(*model.model, format_of(format));
+          },
+          "model"_a, "format"_a, nb::keep_alive<1, 2>())
       .def("add", &add_product, "layer"_a, "product"_a, "down"_a.noconvert(), "parts"_a, "magnitudes"_a = nb::none())
       .def_prop_ro("bytes", &Adapter::bytes);
 }

@@ -56,13 +56,21 @@ struct LowRankPiece {
   const uint8_t* up;  // [ranks][32]
 };
 
-// What an adapter adds to a product: up * (down * row). Weights are runs of 32, in f32 where exact, otherwise in bf16,
-// values i and 16 + i side by side. See adapters.h, which owns them.
+enum class LowRankFormat : int { kF32, kBf16, kInt8 };
+
+constexpr int64_t low_rank_bytes(LowRankFormat format) {  // of a weight
+  return format == LowRankFormat::kF32 ? 4 : format == LowRankFormat::kBf16 ? 2 : 1;
+}
+
+// What an adapter adds to a product: up * (down * row). Weights are runs of 32; in bf16 with values i and 16 + i side
+// by side. Runs of kRanksAtOnce ranks for the same inputs are side by side, so that they are read as one stream. See
+// adapters.h, which owns them.
 struct LowRankView {
-  bool exact = false;
+  LowRankFormat format = LowRankFormat::kBf16;
   int64_t inputs = 0;             // padded with zeros to a multiple of 32
   int64_t ranks = 0;              // padded with zeros to a multiple of kRanksAtOnce
-  const uint8_t* down = nullptr;  // [ranks][inputs]
+  const uint8_t* down = nullptr;  // [ranks / kRanksAtOnce][inputs / 32][kRanksAtOnce][32]
+  const float* scales = nullptr;  // [ranks] of int8, of both sides together; or null
   const LowRankPiece* pieces = nullptr;
   const int32_t* first_piece = nullptr;  // [panels + 1]
   const float* magnitudes = nullptr;     // [panels][32]: multiply the product and what is added, but no bias; or null

@@ -13,9 +13,14 @@ namespace {
 
 constexpr int64_t kPeakGrain = 64;  // panels: with 32 rows, 256 KiB of logits, which are in a near cache still
 
-// The values of an adapter's ranks of a row, where it has one: before the row is rotated or rounded.
-void find_ranks(const Kernels& kernels, const LowRank* low, int64_t row, const float* values) {
-  if (low == nullptr || low->of_row[row] == nullptr) return;
+// The values of an adapter's ranks of a row, where it has one: before the row is rotated or rounded. `end`: of the rows
+// that follow, the first of which is asked for.
+void find_ranks(const Kernels& kernels, const LowRank* low, int64_t row, int64_t end, const float* values) {
+  if (low == nullptr) return;
+  if (row + 1 < end && low->of_row[row + 1] != nullptr && low->of_row[row + 1] != low->of_row[row]) {
+    for (int64_t at = 0; at < 1024; at += 64) __builtin_prefetch(low->of_row[row + 1]->down + at);
+  }
+  if (low->of_row[row] == nullptr) return;
   kernels.low_ranks(*low->of_row[row], values, low->values + row * low->stride);
 }
 
@@ -315,7 +320,7 @@ void Model::prepare(int64_t rows, const NormWeights& norm, const Product& produc
       } else {
         std::memcpy(out, x, static_cast<size_t>(w_.hidden) * sizeof(float));
       }
-      find_ranks(kernels_, low, r, out);
+      find_ranks(kernels_, low, r, end, out);
       if (fitting) fit_row(out, w_.hidden, product, r, thread, tiled);
     }
   });
@@ -329,7 +334,7 @@ void Model::fit_rows(int64_t rows, float* in, int64_t stride, int64_t width, con
     const bool tiled = tiles(rows);
     pool_.run(rows, 1, [&](int64_t begin, int64_t end, int thread) {
       for (int64_t r = begin; r < end; ++r) {
-        find_ranks(kernels_, low, r, in + r * stride);
+        find_ranks(kernels_, low, r, end, in + r * stride);
         if (fitting) fit_row(in + r * stride, width, product, r, thread, tiled);
       }
     });
@@ -509,7 +514,7 @@ void Model::step(const StepArgs& args) {
       if (rows == 0) return;
     }
     if (layer.recurs) {
-      recurrent_output(layer, rows);
+      recurrent_output(args, layer, rows);
       join(rows, layer.attn_out_norm, layer.attn_residual_norm, w_.recurrent_factor);
     }
     if (layer.attends) attention(args, layer, layer.kv, rows);

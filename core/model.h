@@ -290,7 +290,7 @@ class Model {
   void measure_steps(const Layer& layer, int64_t rows);
   void unit_keys(int64_t rows);
   void gate_rows(const Layer& layer, int64_t rows);
-  void recurrent_output(const Layer& layer, int64_t rows);
+  void recurrent_output(const StepArgs& args, const Layer& layer, int64_t rows);
   void recur_rows(const StepArgs& args, const Layer& layer);
   void size_streams();
   float* stream(int64_t index) const { return streams_.data() + index * max_rows_ * hidden_pad_; }

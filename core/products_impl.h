@@ -695,6 +695,7 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
         }
       };
       if (passes > 1) ask_for_outputs(args, panel / parts, panels / parts, row, count);
+      if (panel == first_panel * parts) ask_for_low_rank(args, panel, panels, row, count);
       if (args.opening != nullptr) {
         write_opened<kMostRows>(args, panel, panels, row, count, write_outputs);
       } else {

@@ -172,6 +172,7 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
         tiles.shape(shape);
       }
       for (int64_t panel = block; panel < block + panels; panel += parts) {
+        if (panel == first_panel * parts) ask_for_low_rank(args, panel, parts, row, shape.rows);
         auto write_outputs = [&](const ProductArgs& to) {
           alignas(64) float totals[kTiledRows * kPanel];
           for (int64_t of = panel; of < panel + parts; ++of) {

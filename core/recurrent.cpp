@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "adapters.h"
 #include "model.h"
 
 namespace headrace {
@@ -199,9 +200,11 @@ void Model::gate_rows(const Layer& layer, int64_t rows) {
 
 // residual -> recurred_ of all rows, and each sequence's state moves on by its rows.
 void Model::recur(const StepArgs& args, const Layer& layer) {
-  prepare(args.rows, layer.attn_norm, layer.recurrent_in);
+  const LowRank* low = low_rank(args, layer, Site::kRecurrentIn, args.rows);
+  prepare(args.rows, layer.attn_norm, layer.recurrent_in, low);
   times_.end(Stage::kPrepare);
-  multiply(layer.recurrent_in, normed_.data(), hidden_pad_, args.rows, mixed_.data(), mixed_pad_);
+  multiply(layer.recurrent_in, normed_.data(), hidden_pad_, args.rows, mixed_.data(), mixed_pad_, nullptr, nullptr,
+           low);
   if (!w_.recurrent.in_factors.empty()) {
     pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int) {
       const std::vector<float>& factors = w_.recurrent.in_factors;
@@ -217,15 +220,17 @@ void Model::recur(const StepArgs& args, const Layer& layer) {
 }
 
 // recurred_ -> joined, of the rows that go on.
-void Model::recurrent_output(const Layer& layer, int64_t rows) {
+void Model::recurrent_output(const StepArgs& args, const Layer& layer, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t source = asking_[static_cast<size_t>(r)].source;  // ascending, and none is before r
     if (source == r) continue;
     std::memcpy(recurred_.data() + r * recurred_pad_, recurred_.data() + source * recurred_pad_,
                 static_cast<size_t>(recurred_pad_) * sizeof(float));
   }
-  fit_rows(rows, recurred_.data(), recurred_pad_, w_.recurrent.inner(), layer.recurrent_out);
-  multiply(layer.recurrent_out, recurred_.data(), recurred_pad_, rows, joined_.data(), hidden_pad_);
+  const LowRank* low = low_rank(args, layer, Site::kRecurrentOut, rows);
+  fit_rows(rows, recurred_.data(), recurred_pad_, w_.recurrent.inner(), layer.recurrent_out, low);
+  multiply(layer.recurrent_out, recurred_.data(), recurred_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr,
+           low);
   times_.end(Stage::kOutput);
 }
 

@@ -160,11 +160,12 @@ class Model:
 class Adapter:
     """Low-rank products that a sequence adds to a model's own: out += up @ (down @ row), before out is opened."""
 
-    def __init__(self, model: Model, exact: bool) -> None: ...  # exact: weights in f32, otherwise in bf16
+    # `format`: of the weights that are held. A product that int8 would change by more than 2 % is held in bf16.
+    def __init__(self, model: Model, format: Literal["f32", "bf16", "int8"]) -> None: ...
     def add(
         self,
         layer: int,
-        product: Literal["qkv", "o", "up", "down"],
+        product: Literal["qkv", "o", "up", "down", "in", "out"],
         down: NDArray[np.float32],  # [ranks of all parts, inputs]
         parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]],  # columns of the packed product; [columns, ranks]
         magnitudes: NDArray[np.float32] | None = None,  # [packed outputs] factors of the sum, without the bias

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
 
 import headrace._core as _core
+from headrace.engine.executors.adapter_table import AdapterFormat, adapter_format
 from headrace.models.precision import WeightFormat
 from headrace.models.spec import ModelSpec
 from tests.core.tiny import ISAS, SPECS, Floats, Share, Tiny, core_tensors, random_tensors, same_bits, spec, text
@@ -45,10 +46,10 @@ def columns_of(name: str, outputs: int) -> np.ndarray[tuple[int], np.dtype[np.in
 
 
 def adapter_of(
-    tiny: Tiny, changes: dict[str, tuple[Floats, Floats]], *, exact: bool = True, scales: float | None = None
+    tiny: Tiny, changes: dict[str, tuple[Floats, Floats]], *, kept: AdapterFormat = "f32", scales: float | None = None
 ) -> _core.Adapter:
     """`scales`: multiply each product and what is added by such factors around one, as DoRA does."""
-    adapter = _core.Adapter(tiny.model, exact)
+    adapter = _core.Adapter(tiny.model, kept)
     for name, (down, up) in changes.items():
         found = site_of(name)
         assert found is not None
@@ -110,10 +111,10 @@ def test_a_sequence_has_the_same_bits_whatever_adapters_are_beside_it(
 ) -> None:
     model = spec(mlp_bias=True)
     tiny = Tiny(model, format, group, isa=isa, threads=3)
-    exact = format == "f32"
+    kept = adapter_format(format)
     adapters = [
-        adapter_of(tiny, low_ranks(model, seed=1, rank=2), exact=exact),
-        adapter_of(tiny, low_ranks(model, seed=2, rank=9), exact=exact, scales=0.2),
+        adapter_of(tiny, low_ranks(model, seed=1, rank=2), kept=kept),
+        adapter_of(tiny, low_ranks(model, seed=2, rank=9), kept=kept, scales=0.2),
         None,
         adapter_of(tiny, {key: each for key, each in low_ranks(model, seed=3, rank=1).items() if "down" in key}),
     ]
@@ -125,8 +126,12 @@ def test_a_sequence_has_the_same_bits_whatever_adapters_are_beside_it(
         if adapter is not None:  # of the other model, with the same weights
             place = adapters.index(adapter)
             changes = low_ranks(model, seed=place + 1 if place < 2 else 3, rank=(2, 9, 0, 1)[place])
-            kept = changes if place < 2 else {key: each for key, each in changes.items() if "down" in key}
-            own = adapter_of(fresh, kept, exact=exact or place == 3, scales=0.2 if place == 1 else None)
+            own = adapter_of(
+                fresh,
+                changes if place < 2 else {key: each for key, each in changes.items() if "down" in key},
+                kept=kept if place < 2 else "f32",
+                scales=0.2 if place == 1 else None,
+            )
         alone.append(fresh.rows(tokens, TABLES[0], adapter=own))
     pieces: list[list[Floats]] = [[] for _ in texts]
     for begin, end in ((0, 33), (33, 34), (34, 40)):
@@ -141,11 +146,11 @@ def test_a_sequence_has_the_same_bits_whatever_adapters_are_beside_it(
 
 def test_instruction_sets_of_one_arithmetic_give_the_same_bits() -> None:
     model = SPECS["plain"]
-    for exact in (True, False):
+    for kept in get_args(AdapterFormat):
         found: dict[str, Floats] = {}
         for isa in ISAS:
             tiny = Tiny(model, "int8", 32, isa=isa)
-            adapter = adapter_of(tiny, low_ranks(model, seed=4, rank=5), exact=exact, scales=0.1)
+            adapter = adapter_of(tiny, low_ranks(model, seed=4, rank=5), kept=kept, scales=0.1)
             rows = tiny.rows(text(20, model), TABLES[0], adapter=adapter)
             if _core.isa_arithmetic(isa) == "portable":
                 found[isa] = rows
@@ -153,19 +158,41 @@ def test_instruction_sets_of_one_arithmetic_give_the_same_bits() -> None:
         assert all(same_bits(first, other) for other in found.values())
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_keeps_what_an_adapter_computes_and_takes_half_of_the_memory(isa: str) -> None:
+    model = SPECS["gated_biases"]
+    changes = low_ranks(model, seed=5, rank=6)
+    tiny, tokens = Tiny(model, isa=isa), text(21, model)
+    exact, halves, bytes = (adapter_of(tiny, changes, kept=kept) for kept in ("f32", "bf16", "int8"))
+    wanted, base = tiny.rows(tokens, TABLES[0], adapter=exact), tiny.rows(tokens, TABLES[1])
+    for adapter, most in ((halves, 0.01), (bytes, 0.03)):
+        found = tiny.rows(tokens, TABLES[2], adapter=adapter)
+        assert 0 < np.linalg.norm(found - wanted) < most * np.linalg.norm(wanted - base)
+    assert bytes.bytes < 0.65 * halves.bytes
+    # One value that is much larger than the others of its rank: int8 would lose those.
+    name = "layers.0.attn.o"
+    down = changes[name][0].copy()
+    down[0] = np.where(np.arange(down.shape[1]) == 3, 40.0, down[0] / 10)
+    wide = changes | {name: (down, changes[name][1])}
+    exact, found = (
+        tiny.rows(tokens, TABLES[i], adapter=adapter_of(tiny, wide, kept=kept)) for i, kept in ((0, "f32"), (1, "int8"))
+    )
+    assert np.linalg.norm(found - exact) < 0.03 * np.linalg.norm(exact - base)
+
+
 def test_a_step_that_only_the_base_takes_has_its_bits() -> None:
     model = SPECS["plain"]
     tiny = Tiny(model, "int4", 32)
     tokens = text(30, model)
     before = tiny.rows(tokens, TABLES[0])
-    tiny.rows(tokens, TABLES[1], adapter=adapter_of(tiny, low_ranks(model, seed=6, rank=8), exact=False))
+    tiny.rows(tokens, TABLES[1], adapter=adapter_of(tiny, low_ranks(model, seed=6, rank=8), kept="int8"))
     assert same_bits(before, tiny.rows(tokens, TABLES[0]))
 
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
     model = SPECS["plain"]
     tiny, other = Tiny(model), Tiny(model)
-    adapter = _core.Adapter(tiny.model, True)
+    adapter = _core.Adapter(tiny.model, "f32")
     down, up = np.zeros((2, 72), dtype=np.float32), np.zeros((4, 2), dtype=np.float32)
     columns = np.arange(4, dtype=np.int32)
     with pytest.raises(ValueError, match="unknown product 'qk'"):

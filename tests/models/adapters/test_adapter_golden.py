@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"ranks": {"q_proj": 7, "down_proj": 2}, "alpha_pattern": {"model.layers.1.self_attn.v_proj": 3}},
     "rslora": {"use_rslora": True, "rank": 9, "alpha": 4.0},
     "dora": {"use_dora": True},
+    "plain": {},
 }
 
 
@@ -80,8 +81,14 @@ def served_logits(folder: ModelFolder, adapter: Path, tokens: list[int], weights
         executor.close()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt2", "gemma2", "gptj", "starcoder2", "falcon"])
+DENSE = ("llama", "qwen2", "phi3", "gpt2", "gemma2", "gptj", "starcoder2", "falcon")
+RECURRENT = ("mamba2", "lfm2", "bamba", "falcon-h1")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in DENSE for kind in KINDS if kind != "plain"] + [(name, "plain") for name in RECURRENT],
+)
 def test_logits_are_those_of_peft(name: str, kind: str, tiny: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = tiny(name)
     folder = open_model(reference.folder)

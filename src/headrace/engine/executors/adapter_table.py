@@ -28,8 +28,16 @@ from headrace.models.adapters.adapter_folder import (
 )
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import CoreTensor
+from headrace.models.precision import WeightFormat
 
 MOST_LOADED: Final = 4096
+
+AdapterFormat = Literal["f32", "bf16", "int8"]
+
+
+def adapter_format(base: WeightFormat) -> AdapterFormat:
+    """Return the format of adapters beside a base model's weights."""
+    return base if base in ("f32", "bf16") else "int8"
 
 
 class AdapterMemoryError(HeadraceError):
@@ -49,14 +57,14 @@ class AdapterTable:
         model: _core.Model,
         tensors: Mapping[str, CoreTensor],
         *,
-        exact: bool,
+        format: AdapterFormat,
         most_bytes: int,
     ) -> None:
-        """`exact`: keep weights in f32, otherwise in bf16. `most_bytes`: of all adapters together."""
+        """`format`: of the weights that are kept. `most_bytes`: of all adapters together."""
         self._folder = folder
         self._model = model
         self._tensors = tensors
-        self._exact = exact
+        self._format: AdapterFormat = format
         self._most_bytes = most_bytes
         self._lock = threading.Lock()  # the loading thread adds and evicts, the engine's holds and releases
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, least recently used first
@@ -133,7 +141,7 @@ class AdapterTable:
                     "under /admin/v1/models, or restart the server.",
                     path=path,
                 )
-            core = pack_adapter(self._model, read_adapter(path, self._folder), self._tensors, exact=self._exact)
+            core = pack_adapter(self._model, read_adapter(path, self._folder), self._tensors, format=self._format)
             with self._lock:
                 self._make_room(core.bytes, ref)
                 self._loaded[ref.digest] = _Loaded(core, core.bytes)
@@ -164,13 +172,13 @@ class AdapterTable:
 
 
 def pack_adapter(
-    model: _core.Model, weights: AdapterWeights, tensors: Mapping[str, CoreTensor], *, exact: bool
+    model: _core.Model, weights: AdapterWeights, tensors: Mapping[str, CoreTensor], *, format: AdapterFormat
 ) -> _core.Adapter:
     """Lay an adapter out for the core. Modules of one product share a pass over its rows."""
     products: dict[str, list[ProductPart]] = {}
     for part in weights.parts:
         products.setdefault(part.tensor, []).append(part)
-    adapter = _core.Adapter(model, exact)
+    adapter = _core.Adapter(model, format)
     for tensor, parts in products.items():
         found = product_of(tensor)
         packed = tensors[tensor]
@@ -189,7 +197,7 @@ def pack_adapter(
                     magnitudes[places] = part.magnitudes / np.linalg.norm(changed, axis=1)
         adapter.add(
             layer,
-            cast("Literal['qkv', 'o', 'up', 'down']", name),
+            cast("Literal['qkv', 'o', 'up', 'down', 'in', 'out']", name),
             np.ascontiguousarray(np.concatenate([part.down for part in parts])),
             [(places, np.ascontiguousarray(part.up)) for part, places in zip(parts, columns, strict=True)],
             magnitudes,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.executors.adapter_table import AdapterTable
+from headrace.engine.executors.adapter_table import AdapterTable, adapter_format
 from headrace.engine.executors.cgroups import cpu_quota
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
@@ -182,8 +182,8 @@ class CpuExecutor:
         self._thread = StepThread("headrace-step")
         self.adapters: AdapterTable | None = None
         if folder is not None and spec.kind == "decoder":
-            exact = plan.precision("layers.0.attn.qkv", tied=spec.tied).format == "f32"
-            self.adapters = AdapterTable(folder, self._model, tensors.tensors, exact=exact, most_bytes=adapter_bytes)
+            format = adapter_format(plan.precision("layers.0.attn.qkv", tied=spec.tied).format)
+            self.adapters = AdapterTable(folder, self._model, tensors.tensors, format=format, most_bytes=adapter_bytes)
         self.load_report = LoadReport(0.0, tensors.bytes, tensors.mapped, self._model.scratch_bytes)
 
     @classmethod

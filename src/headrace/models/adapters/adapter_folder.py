@@ -28,7 +28,10 @@ ADAPTER_FILE: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>A|B|magnitude_vector)(?:\.weight)?$"
 )
-_PRODUCT: Final = re.compile(r"^layers\.(?P<layer>\d+)\.(?:attn\.(?P<attn>qkv|o)|mlp\.(?P<mlp>gate_up|up|down))$")
+_PRODUCT: Final = re.compile(
+    r"^layers\.(?P<layer>\d+)\."
+    r"(?:attn\.(?P<attn>qkv|o)|mlp\.(?P<mlp>gate_up|up|down)|recurrent\.(?P<recurrent>in|out))$"
+)
 _PICKLED: Final = ("adapter_model.bin", "adapter_model.pt")
 
 F32 = NDArray[np.float32]
@@ -70,8 +73,8 @@ def read_adapter(path: Path, folder: ModelFolder) -> AdapterWeights:
     _check_file(path)
     if folder.spec.kind != "decoder":
         raise ModelError(f"{folder.spec.architecture} is no decoder. Only decoders take adapters.", path=path)
-    if folder.spec.recurrent is not None:
-        raise ModelError(f"{folder.spec.architecture} has recurrent layers and takes no adapters.", path=path)
+    if folder.spec.recurrent is not None and folder.spec.recurrent.kind == "delta":
+        raise ModelError(f"{folder.spec.architecture} has gated delta nets and takes no adapters.", path=path)
     file = SafetensorsFile.open(path / ADAPTER_FILE)
     sides = _sides(file)
     known = {module.name: module for module in adapter_modules(folder)}
@@ -99,7 +102,7 @@ def product_of(tensor: str) -> tuple[int, str] | None:
     found = _PRODUCT.match(tensor)
     if found is None:
         return None
-    name = found["attn"] or found["mlp"]
+    name = found["attn"] or found["mlp"] or found["recurrent"]
     return int(found["layer"]), "up" if name == "gate_up" else name
 
 
