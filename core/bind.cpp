@@ -118,20 +118,37 @@ Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, i
   return Packed{view, std::move(data)};
 }
 
-nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
+// Channels of a matrix in the order in which `channel_of` gives them.
+template <typename ChannelOf>
+nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack_channels(const Packed& packed, int64_t count, ChannelOf channel_of) {
   const Layout& layout = packed.view.layout;
-  auto values = std::make_unique<float[]>(static_cast<size_t>(layout.outputs * layout.inputs));
+  auto values = std::make_unique<float[]>(static_cast<size_t>(count * layout.inputs));
   std::unique_ptr<Rotation> rotation;
   if (packed.view.rotated) rotation = std::make_unique<Rotation>(layout.inputs);
   const Kernels& kernels = kernels_of(available_isas().front());
-  for (int64_t c = 0; c < layout.outputs; ++c) {
-    float* row = values.get() + c * layout.inputs;
-    unpack_channel(packed.view, c, row);
+  for (int64_t i = 0; i < count; ++i) {
+    float* row = values.get() + i * layout.inputs;
+    unpack_channel(packed.view, channel_of(i), row);
     if (rotation != nullptr) kernels.rotate(rotation->view(), row);  // back
   }
   float* data = values.release();
   nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  return {data, {static_cast<size_t>(layout.outputs), static_cast<size_t>(layout.inputs)}, owner};
+  return {data, {static_cast<size_t>(count), static_cast<size_t>(layout.inputs)}, owner};
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
+  return unpack_channels(packed, packed.view.layout.outputs, [](int64_t i) { return i; });
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack_rows(const Packed& packed, Array<int32_t, 1> rows) {
+  const int32_t* numbers = rows.data();
+  const int64_t count = static_cast<int64_t>(rows.size());
+  for (int64_t i = 0; i < count; ++i) {
+    if (numbers[i] < 0 || numbers[i] >= packed.view.layout.outputs) {
+      refuse("row " + std::to_string(numbers[i]) + " does not exist");
+    }
+  }
+  return unpack_channels(packed, count, [numbers](int64_t i) { return int64_t{numbers[i]}; });
 }
 
 // One product as a step computes it: quantises the rows where the weights are integers.
@@ -237,6 +254,22 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
   return array;
 }
 
+// The hidden states beside the logits, where they are wanted at all.
+MutableArray<float, 2> optional_states(const nb::object& states, int64_t rows, int64_t hidden) {
+  MutableArray<float, 2> array;
+  if (states.is_none()) return array;
+  try {
+    array = nb::cast<MutableArray<float, 2>>(states, false);
+  } catch (const nb::cast_error&) {
+    refuse("final_states must be an array of f32 or None");
+  }
+  check_natural(array, "final_states");
+  if (static_cast<int64_t>(array.shape(0)) != rows || static_cast<int64_t>(array.shape(1)) != hidden) {
+    refuse("final_states must be [" + std::to_string(rows) + ", " + std::to_string(hidden) + "]");
+  }
+  return array;
+}
+
 // Numbers of a step's sequences, where they are given at all.
 Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string& name, int64_t sequences) {
   Array<int32_t, 1> array;
@@ -271,7 +304,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
           nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows,
-          nb::object spans, nb::object places) {
+          nb::object spans, nb::object places, nb::object final_states) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -307,6 +340,8 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
+  const auto states_array = optional_states(final_states, args.wanted_count, w.hidden);
+  if (!final_states.is_none()) args.final_states = states_array.data();
   const auto seconds = optional_numbers(second_texts, "second_texts", args.sequences);
   if (!second_texts.is_none()) args.second_texts = seconds.data();
   if (states.is_none() != state_slots.is_none()) refuse("states and state_slots must be given together");
@@ -511,7 +546,8 @@ NB_MODULE(_core, module) {
           },
           "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false,
           "multiples"_a = false, "rotated"_a = false, "float_rows"_a = false)
-      .def("unpack", &unpack);
+      .def("unpack", &unpack)
+      .def("unpack_rows", &unpack_rows, "rows"_a.noconvert());
 
   module.def("multiply", &multiply, "weights"_a, "rows"_a.noconvert(), "out"_a.noconvert(), "pool"_a, "isa"_a,
              "bias"_a = nb::none(), "activation"_a = "");
@@ -579,7 +615,8 @@ NB_MODULE(_core, module) {
            "block_tables"_a.noconvert(), "rope_variants"_a.noconvert(), "wanted"_a.noconvert(), "out"_a.noconvert(),
            "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "adapters"_a = nb::list(),
            "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
-           "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none());
+           "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none(),
+           "final_states"_a = nb::none());
   bind_adapters(module);
 
   nb::class_<BoundSampler>(module, "Sampler")

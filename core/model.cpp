@@ -449,17 +449,26 @@ void Model::keep_wanted(const StepArgs& args) {
   }
 }
 
+void Model::keep_states(const StepArgs& args, float* out) {
+  for (int64_t i = 0; i < args.wanted_count; ++i) {
+    std::memcpy(out + i * w_.hidden, normed_.data() + i * hidden_pad_, static_cast<size_t>(w_.hidden) * sizeof(float));
+  }
+}
+
 void Model::results(const StepArgs& args) {
   static const Product kNone{};
   if (args.hidden) {
     prepare(args.wanted_count, w_.final_norm, kNone);
-    for (int64_t i = 0; i < args.wanted_count; ++i) {
-      std::memcpy(args.out + i * w_.hidden, normed_.data() + i * hidden_pad_,
-                  static_cast<size_t>(w_.hidden) * sizeof(float));
-    }
+    keep_states(args, args.out);
     return;
   }
-  prepare(args.wanted_count, w_.final_norm, w_.head);
+  if (args.final_states != nullptr) {
+    prepare(args.wanted_count, w_.final_norm, kNone);
+    keep_states(args, args.final_states);
+    fit_rows(args.wanted_count, normed_.data(), hidden_pad_, w_.hidden, w_.head);
+  } else {
+    prepare(args.wanted_count, w_.final_norm, w_.head);
+  }
   multiply(w_.head, normed_.data(), hidden_pad_, args.wanted_count, args.out, w_.vocab, nullptr,
            w_.logit_softcap > 0.0f ? nullptr : args.peaks);
   if (w_.logit_softcap <= 0.0f) return;

@@ -212,6 +212,7 @@ struct StepArgs {
   int64_t adapter_count = 0;
   const int32_t* slots = nullptr;  // [sequences], -1: none; null: none has
   float* peaks = nullptr;  // [wanted_count][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
+  float* final_states = nullptr;  // [wanted_count][hidden]: what the logits are computed from, where it is wanted too
 };
 
 // Where the time of steps goes. A reading of the clock ends one stage and begins the next.
@@ -313,6 +314,7 @@ class Model {
   void add_shared(const Layer& layer, int64_t rows);
   void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm, float factor);
   void keep_wanted(const StepArgs& args);
+  void keep_states(const StepArgs& args, float* out);
   void results(const StepArgs& args);
   QuantisedRows quantised() const;
   Opening opening_of(int64_t width) const { return {w_.activation, w_.gated, width, w_.gate_slope, w_.gate_limit}; }

@@ -74,6 +74,7 @@ class Packed:
         float_rows: bool = False,  # integers meet rows of floats; otherwise rows are quantised too
     ) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it, rotated back
+    def unpack_rows(self, rows: NDArray[np.int32]) -> NDArray[np.float32]: ...  # [rows, inputs], these of them
 
 def multiply(
     weights: Packed,
@@ -155,6 +156,7 @@ class Model:
         feature_rows: NDArray[np.int32] | None = None,  # [rows] which feature, -1: the token's embedding
         spans: NDArray[np.int32] | None = None,  # [rows, 2] first token and end of what layers with spans see beside
         places: NDArray[np.int32] | None = None,  # [rows, 3] numbers that ropes turn by instead of positions
+        final_states: NDArray[np.float32] | None = None,  # out, [wanted, hidden] what the logits are computed from
     ) -> None: ...
 
 class Adapter:

@@ -34,9 +34,11 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     queued_sequences: int = 4096  # waiting
     batch_mode: str = "gaps"  # "gaps": batch work fills what others leave; "throughput": the most tokens/s of batches
     prefix_cache: bool = True
-    speculation: str = "ngram"  # "ngram", "none", "model": with draft_model, or "self": with skip_layers
+    # "ngram", "none", "model": with draft_model, "heads": with draft_heads, or "self": with skip_layers
+    speculation: str = "ngram"
     draft_model: str | None = None
-    draft_weights: str | None = None  # None: as the model's weights
+    draft_heads: str | None = None  # a folder of Medusa heads or of an EAGLE layer
+    draft_weights: str | None = None  # None: as the model's weights; of heads: int8
     skip_layers: tuple[int, ...] = ()  # that the model leaves out when it drafts for itself
     most_drafts: int = 8  # draft tokens for one sequence in one step
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # token ids that every tenant may share

@@ -145,8 +145,8 @@ def test_each_key_of_a_new_file_has_its_default_and_its_meaning() -> None:
 def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     # Of these one is to be chosen, and those that are empty stand for nothing.
     left_out = re.compile(
-        r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|draft_model|group|'
-        r"kv_disk_(folder|key)|most_price|"
+        r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|group|'
+        r"draft_(model|heads)|kv_disk_(folder|key)|most_price|"
         r"(split|cascade|chain|opening|calibration|complexity|encoder|openapi|dsn_env|function) ="
     )
     with_url = re.sub(r"\[models\.hosted\.upstream\.managed\]\n(?:.+\n)+", "", uncommented())
@@ -154,6 +154,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     Path("all.toml").write_text("\n".join(chosen), encoding="utf-8")
     config = load_config(Path("all.toml"), environ={"TEAM_KEY": "sk-1", "UPSTREAM_KEY": "sk-2"})
     assert set(config.models["mini"].options) == set(OPTIONS) - {
+        "draft_heads",
         "draft_model",
         "group",
         "kv_disk_folder",

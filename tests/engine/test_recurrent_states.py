@@ -106,6 +106,11 @@ def test_options_that_need_more_than_kv_are_refused(option: str, value: object, 
     assert caught.value.parameter == option
 
 
+def test_a_recurrent_model_takes_no_draft_heads(folder: Folder) -> None:
+    with pytest.raises(RequestError, match="takes no draft heads"):
+        engine_of(folder("lfm2"), speculation="heads", draft_heads="heads")
+
+
 def test_a_recurrent_model_drafts_for_none(folder: Folder) -> None:
     assert engine_of(folder("lfm2"), speculation="ngram").speculator is None
     with pytest.raises(RequestError, match="cannot be a draft model") as caught:

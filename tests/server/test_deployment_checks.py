@@ -56,6 +56,7 @@ path = "{tiny_folder}"
 variants.deep = {{ context = 1000000 }}
 variants.kept = {{ keep = ["nothing.*=f32"] }}
 variants.drafted = {{ speculation = "model", draft_model = "./no-draft" }}
+variants.headed = {{ speculation = "heads", draft_heads = "./no-heads" }}
 [models.gone]
 path = "/no/such/folder"
 variants.int8 = {{ weights = "int8" }}
@@ -69,6 +70,7 @@ upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
         "models.tiny.variants.deep.context",
         "models.tiny.variants.kept.keep",
         "models.tiny.variants.drafted.draft_model",
+        "models.tiny.variants.headed.draft_heads",
         "models.gone.path",
         "models.unnamed",
         "models.broken.path",

@@ -44,6 +44,7 @@ def speculate(
     prompts: Path,
     weights: str = "auto",
     draft_weights: str = "int8,int4",
+    heads: list[Path] | None = None,
     count: int = 8,
     tokens: int = 64,
     rounds: int = 3,
@@ -68,6 +69,8 @@ def speculate(
         Precision of the model's weights.
     draft_weights
         Lower precisions to try for drafts, separated by commas; empty for none.
+    heads
+        Folder of draft heads to measure beside the others; give it again for more.
     count
         Prompts to use, from the beginning of the file.
     tokens
@@ -109,6 +112,9 @@ def speculate(
         )
         ways = [Measured("none", {"speculation": "none"}), Measured("n-grams", {"speculation": "ngram"})]
         ways += [Measured(_name(draft), draft.options) for draft in found[:2] if draft.speedup > 1.0]
+        ways += [
+            Measured(f"heads, {each.name}", {"speculation": "heads", "draft_heads": str(each)}) for each in heads or ()
+        ]
         _measure(ways, plain, folder, common, asked, tokens, rounds)
     finally:
         plain.close()

@@ -31,10 +31,12 @@ from headrace.engine.interface.sampling import MOST_LOGPROBS, SampleRow
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.kv_tiers import KvTiers
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.step_plan import AdmissionDecision, SequenceEvent, ShareOutcome, StepPlan
+from headrace.engine.scheduling.step_plan import AdmissionDecision, SequenceEvent, Share, ShareOutcome, StepPlan
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.sequence_progress import SequenceProgress
 from headrace.engine.speculation.draft_model import DraftModelDrafter
+from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.head_drafter import Floats, HeadDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.step_work import StepWork
@@ -122,7 +124,7 @@ class Engine:
         self._spec = executor.spec
         self._after_pooling = executor.after_pooling if self._spec.pooled_layers else _unchanged
         self._grammars = grammars
-        self.speculator = speculator
+        self.speculator: Speculator | None = None
         self._step_time = step_time or StepTimeModel()
         self._clock = clock
         self._checks = checks
@@ -143,9 +145,17 @@ class Engine:
         self._core: dict[str, float] = {}  # seconds by stage of the core, as last read
         self._results_at = 0.0  # when the last step's results arrived; 0 after a pause
         self._host = 0.0  # running mean of host seconds between two steps
+        self._heads: HeadDrafter | None = None
+        self.draft_with(speculator)
+
+    def draft_with(self, speculator: Speculator | None) -> None:
+        """Draft with this from the next step on. No request may run."""
+        self.speculator = speculator
         drafter = None if speculator is None else speculator.drafter
-        if isinstance(drafter, DraftModelDrafter):
+        if isinstance(drafter, (DraftModelDrafter, EagleDrafter)):
             drafter.constrain = self._mask_after
+        self._heads = drafter if isinstance(drafter, HeadDrafter) else None
+        self._builder.keeps_states = self._heads is not None
 
     # Requests
 
@@ -435,7 +445,7 @@ class Engine:
                 tokens = self.executor.choose(result.values, rows, result.peaks) if rows.count else []
                 self.timing.choosing += self._clock() - done
                 done = self._clock()
-                outcomes = self._outcomes(step, tokens, step.rows)
+                outcomes = self._outcomes(step, tokens, step.rows, result.final_states)
             seconds = done - step.launched
         except (ValueError, RuntimeError, MemoryError, OSError, HeadraceError) as error:
             # Only the sequences of this step fail; all others continue.
@@ -466,7 +476,7 @@ class Engine:
         if self.speculator is not None:
             self._decoding = [event.sequence for event in events if event.tokens and event.finish is None]
 
-    def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch) -> list[ShareOutcome]:
+    def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch, states: Floats | None) -> list[ShareOutcome]:
         outcomes: list[ShareOutcome] = []
         at = 0
         speculator = self.speculator
@@ -480,9 +490,20 @@ class Engine:
             outcome = progress.outcome(share, tokens, at, rows, step.mask_counts.get(place))
             outcomes.append(outcome)
             at += share.wanted
+            if states is not None and outcome.accepted and outcome.finish is None:
+                self._hand_over(share, states[:at], 1 + progress.accepted - before)
             if speculator is not None and share.sequence.drafted and share.wanted > 1:
                 speculator.observe(share.sequence, share.wanted - 1, progress.accepted - before)
         return outcomes
+
+    def _hand_over(self, share: Share, states: Floats, verified: int) -> None:
+        """Give the drafter the hidden states of the tokens whose results were accepted. `states` end with the
+        share's."""
+        sequence = share.sequence
+        if self._heads is not None and sequence.request.speculate:
+            newest = len(sequence.tokens) - 1  # the token before the accepted ones
+            start = len(states) - (sequence.computed + share.count - newest)
+            self._heads.read_states(sequence, newest, states[start : start + verified])
 
     def _pooled(self, step: _Step, values: Any) -> list[ShareOutcome]:
         outcomes: list[ShareOutcome] = []
@@ -537,6 +558,6 @@ class Engine:
         if self._grammars is not None:
             self._grammars.close()
         drafter = None if self.speculator is None else self.speculator.drafter
-        if isinstance(drafter, DraftModelDrafter):
+        if isinstance(drafter, (DraftModelDrafter, HeadDrafter)):
             drafter.close()
         self.executor.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -208,6 +208,20 @@ def pack_matrix(weights: NDArray[np.float32], precision: Precision, pool: _core.
         rotated=precision.rotated,
         float_rows=precision.float_rows,
     )
+
+
+def pack_layers(
+    spec: ModelSpec, tensors: Mapping[str, NDArray[np.float32]], precision: Precision, pool: _core.Pool
+) -> LoadedTensors:
+    """Pack canonical tensors that are in memory: every product in one precision."""
+    pieces: list[_PackedTensor] = []
+    for name, values in tensors.items():
+        tensor = DenseTensor(name=name, dtype="f32", shape=values.shape, data=values, path=Path())
+        if is_product(name):
+            pieces.append(_packed(name, tensor, _fitting(precision, values.shape[1]), pool))
+        else:
+            pieces.append(_vector(name, tensor, spec))
+    return _collect(iter(pieces), mapped=False)
 
 
 def _source_name(folder: ModelFolder, name: str) -> str:

@@ -17,7 +17,8 @@ from headrace.config.value_types import Finding
 from headrace.engine.executors.cpu_executor import check_options, memory_of
 from headrace.engine.executors.memory import gib, installed_memory
 from headrace.engine.memory.kv_cipher import KvCipher
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, ModelError, RequestError
+from headrace.models.draft_heads import open_draft_heads
 from headrace.models.model_folder import ModelFolder, is_downloadable, local_model, open_model
 from headrace.models.sources.downloaded_models import package_name
 from headrace.server.config_checks import check_config
@@ -103,6 +104,11 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
     except RequestError as error:
         yield f"{where}.{error.parameter}" if error.parameter else where, str(error)
         return
+    if variant.draft_heads is not None:
+        try:
+            open_draft_heads(Path(variant.draft_heads).expanduser(), folder.spec)
+        except ModelError as error:
+            yield f"{where}.draft_heads", str(error)
     # What is free now says little: the server that this configuration replaces may be running.
     if installed and need.total > installed:
         place = where if variant.kv_tokens is None else f"{where}.kv_tokens"

@@ -28,6 +28,8 @@ from tests.support.tiny_engine import open_tiny
         ({"draft_weights": "int5"}, "draft_weights"),
         ({"speculation": "self"}, "skip_layers"),
         ({"skip_layers": [1]}, "skip_layers"),
+        ({"speculation": "heads"}, "draft_heads"),
+        ({"draft_heads": "heads"}, "draft_heads"),
         ({"threads": 0}, "threads"),
         ({"max_rows": 0}, "max_rows"),
         ({"max_sequences": 5000}, "max_sequences"),

@@ -63,7 +63,7 @@ def compare_modes(
     progress: Callable[[str], None] = lambda _text: None,
 ) -> list[ModeResult]:
     """Run the modes in turns. Raise HeadraceError if a mode gives other tokens than the engine."""
-    plain = msgspec.structs.replace(variant, speculation="none", draft_model=None, skip_layers=())
+    plain = msgspec.structs.replace(variant, speculation="none", draft_model=None, draft_heads=None, skip_layers=())
     found: dict[str, list[tuple[float, int, float, float, int]]] = {mode: [] for mode in modes}
     expected: list[list[int]] | None = None
     order: list[ModeName] = ["engine", *(mode for mode in modes if mode != "engine")]

@@ -60,7 +60,8 @@ def find_bottleneck(
 ) -> Bottleneck:
     """Measure the variant's steps, compare them with the floors, and name what takes most of a request's time."""
     opened = open_variant(
-        msgspec.structs.replace(variant, speculation="none", draft_model=None, skip_layers=()), folder=folder
+        msgspec.structs.replace(variant, speculation="none", draft_model=None, draft_heads=None, skip_layers=()),
+        folder=folder,
     )
     try:
         steps = measure_steps(opened)

@@ -158,6 +158,7 @@ class EngineMachine:
                     self.variant(one),
                     speculation="none",
                     draft_model=None,
+                    draft_heads=None,
                     skip_layers=(),
                     context=None,
                     kv_tokens=None,

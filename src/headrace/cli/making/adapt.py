@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
+from headrace.adapt.head_recipe import HeadRecipe
 from headrace.adapt.modules import parse_targets
 from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, require_torch
 from headrace.adapt.training_rows import TrainingRow, hold_out
@@ -29,6 +30,7 @@ from headrace.cli.making.adapt_examples import (
     rows_of,
     text_rows,
 )
+from headrace.cli.making.adapt_heads import train_heads
 from headrace.engine.executors.cpu_executor import usable_cores
 from headrace.errors import RequestError
 from headrace.lab.answering.model_server import AnswererSpec, parse_spec
@@ -42,6 +44,7 @@ _MOST_LENGTH: Final = 1024
 _TEXT: Final = (".txt", ".md")
 
 Distil = Literal["auto", "answers", "logits", "both"]
+Heads = Literal["medusa", "eagle"]
 
 
 def adapt(
@@ -59,7 +62,7 @@ def adapt(
     targets: str = "all",
     base: BaseFormat = "f32",
     qat: RoundedFormat = "none",
-    epochs: int = 3,
+    epochs: int | None = None,
     batch: int = 16,
     rate: float | None = None,
     decay: float = 0.0,
@@ -73,6 +76,10 @@ def adapt(
     gate: bool = True,
     gate_prompts: int = 100,
     restart: Annotated[bool, Parameter(negative=())] = False,
+    heads: Heads | None = None,
+    drafts: int = 4,
+    vocabulary: int = 8192,
+    answer_tokens: int = 128,
     threads: Annotated[int | None, Parameter(name=["--threads", "-t"])] = None,
 ) -> None:
     """Train an adapter for a model, or the model itself, on your own examples.
@@ -112,7 +119,7 @@ def adapt(
         Round the weights to int8, int4, int3 or int2 in every step, as the engine does when it serves them
         (quantisation-aware training). Needs --full or --merge.
     epochs
-        Passes over the examples, at most.
+        Passes over the examples, at most. Default: 3; 10 with --heads.
     batch
         Examples of one step.
     rate
@@ -141,11 +148,47 @@ def adapt(
         Held-out prompts to ask, at most.
     restart
         Begin again, though OUT.partial has a checkpoint.
+    heads
+        Train draft heads that make the model faster, instead of the model: medusa or eagle. They learn from the
+        model's own answers to the prompts in --data, with --epochs (default 10), --batch, --rate, --seed and --base
+        (precision of the model that answers).
+    drafts
+        With --heads: draft tokens to train, one after the other.
+    vocabulary
+        With --heads: tokens that the heads choose from, the most frequent of the answers; fewer are faster.
+    answer_tokens
+        With --heads: tokens of each answer, at most.
     threads
         Threads. Default: the machine's cores. Equal numbers of threads give equal results.
     """
     require_torch()
     folder = open_model(find_model(model))
+    cores = threads or usable_cores()
+    if heads is not None:
+        for name, value in (("full", full), ("merge", merge), ("distil-from", distil_from), ("qat", qat != "none")):
+            if value:
+                raise RequestError(f"--heads trains no model. Remove --{name}.", parameter=name)
+        settings = HeadRecipe(
+            depth=drafts,
+            epochs=10 if epochs is None else epochs,
+            batch=batch,
+            rate=1e-3 if rate is None else rate,
+            seed=seed,
+        )
+        train_heads(
+            model,
+            folder,
+            heads,
+            settings,
+            data=data,
+            held_out=held_out,
+            out=out,
+            weights="auto" if base == "f32" else base,
+            vocabulary=vocabulary,
+            answer_tokens=answer_tokens,
+            threads=cores,
+        )
+        return
     recipe = AdaptRecipe(
         full=full,
         rank=rank,
@@ -155,7 +198,7 @@ def adapt(
         rounded=qat,
         rate=(1e-4 if full else 1e-3) if rate is None else rate,
         decay=decay,
-        epochs=epochs,
+        epochs=3 if epochs is None else epochs,
         batch=batch,
         patience=patience,
         seed=seed,
@@ -173,7 +216,6 @@ def adapt(
         raise RequestError(
             f"'max_length' must be 2 to {folder.spec.context}, the model's context, not {most}.", parameter="max-length"
         )
-    cores = threads or usable_cores()
     teacher = _Teacher.of(distil_from, distil, folder, key_env, cores)
     examples = _Examples.read(folder, data, held_out, teacher, most, plain=plain, seed=seed)
     if teacher is not None and teacher.folder is not None:

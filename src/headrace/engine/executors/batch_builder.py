@@ -58,6 +58,7 @@ class BatchBuilder:
         self._logits = np.empty((0, vocab_size), dtype=np.float32)
         self._peaks = np.empty((0, peaks_of(vocab_size)), dtype=np.float32)
         self._states = np.empty((0, hidden_size), dtype=np.float32)
+        self.keeps_states = False  # whether steps with logits return the hidden states that these are computed from
 
     def row(self) -> BlockRow:
         """Return the block row of a new sequence."""
@@ -87,8 +88,10 @@ class BatchBuilder:
             elif share.wanted:
                 wanted += range(end - share.wanted, end)
         self._place(shares, rows)
-        if len(wanted) > len(self._states if plan.hidden else self._logits):
-            self._make_results(len(wanted), hidden=plan.hidden)
+        if not plan.hidden and len(wanted) > len(self._logits):
+            self._make_logits(len(wanted))
+        if (plan.hidden or self.keeps_states) and len(wanted) > len(self._states):
+            self._make_states(len(wanted))
         self._tokens[:end] = tokens
         self._offsets[: count + 1] = offsets
         self._computed[:count] = [share.sequence.computed for share in shares]
@@ -113,6 +116,7 @@ class BatchBuilder:
             copies=plan.copies,
             out=(self._states if plan.hidden else self._logits)[: len(wanted)],
             peaks=None if plan.hidden else self._peaks[: len(wanted)],
+            final_states=self._states[: len(wanted)] if self.keeps_states and not plan.hidden else None,
             second_texts=seconds,
             state_slots=slots,
             state_copies=plan.state_copies,
@@ -136,14 +140,15 @@ class BatchBuilder:
             self._tables[place, : row.filled] = row.numbers[: row.filled]
             placed[place] = row.stamp
 
-    def _make_results(self, rows: int, *, hidden: bool) -> None:
-        # Untouched pages cost nothing, so allocate some more.
+    # Untouched pages cost nothing, so allocate some more.
+
+    def _make_logits(self, rows: int) -> None:
         rows += rows // 2
-        if hidden:
-            self._states = np.empty((rows, self._states.shape[1]), dtype=np.float32)
-        else:
-            self._logits = np.empty((rows, self._logits.shape[1]), dtype=np.float32)
-            self._peaks = np.empty((rows, self._peaks.shape[1]), dtype=np.float32)
+        self._logits = np.empty((rows, self._logits.shape[1]), dtype=np.float32)
+        self._peaks = np.empty((rows, self._peaks.shape[1]), dtype=np.float32)
+
+    def _make_states(self, rows: int) -> None:
+        self._states = np.empty((rows + rows // 2, self._states.shape[1]), dtype=np.float32)
 
     def _make_room(self, sequences: int) -> None:
         self._tables = np.zeros((sequences, self._width), dtype=np.int32)

@@ -25,6 +25,7 @@ from headrace.engine.executors.executor import SampleBatch as AnyRows
 from headrace.engine.executors.memory import MemoryNeed, check_memory
 from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
+from headrace.engine.executors.shared_products import SharedProducts
 from headrace.engine.executors.step_thread import StepCall, StepThread
 from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
@@ -268,15 +269,25 @@ class CpuExecutor:
             plan = choose_plan(folder, weights)
             tensors = load_tensors(folder, plan, self._pool, cache=cache)
         shorter = LoadedTensors(shorter_tensors(self.spec, tensors.tensors, skipped), tensors.bytes, tensors.mapped)
+        return self.beside(shorter_spec(self.spec, skipped), shorter, plan=plan)
+
+    def beside(self, spec: ModelSpec, tensors: LoadedTensors, *, plan: WeightPlan | None = None) -> CpuExecutor:
+        """Return an executor of other tensors, with its own KV memory for as many tokens. It shares the threads: only
+        one of both may step at a time."""
         return CpuExecutor(
-            shorter_spec(self.spec, skipped),
-            plan,
-            shorter,
+            spec,
+            self.plan if plan is None else plan,
+            tensors,
             self._pool,
             kv=self.kv_type,
             capacity=self.capacity,
             isa=self.isa,
         )
+
+    @property
+    def products(self) -> SharedProducts:
+        """The embedding and the head, for what drafts from hidden states."""
+        return SharedProducts(self.spec, self._tensors.tensors, self._pool, self.isa)
 
     @property
     def arithmetic(self) -> str:
@@ -394,8 +405,9 @@ class CpuExecutor:
             batch.feature_rows,
             batch.spans,
             batch.places,
+            batch.final_states,
         )
-        return StepResult(values, batch.peaks)
+        return StepResult(values, batch.peaks, batch.final_states)
 
 
 def describe(spec: ModelSpec) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     copies: Sequence[tuple[int, int]] = ()  # KV blocks to copy first, in order: from, to
     out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
+    final_states: NDArray[np.float32] | None = None  # array for the hidden states beside the logits, [wanted, hidden]
     state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
     state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
     adapters: Sequence[AdapterRef] = ()  # of the sequences
@@ -56,6 +57,7 @@ class StepBatch(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     values: NDArray[np.float32]  # [wanted, vocab], or [wanted, hidden]
     peaks: NDArray[np.float32] | None = None  # peaks of the logits, if the batch had an array for them
+    final_states: NDArray[np.float32] | None = None  # what the logits are computed from, if it had one for them
 
 
 def peaks_of(vocab_size: int) -> int:

@@ -10,7 +10,7 @@ from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
 MOST_ROWS: Final = 65_536  # of a step, as the core allows
-SPECULATION: Final = ("none", "ngram", "model", "self")
+SPECULATION: Final = ("none", "ngram", "model", "self", "heads")
 
 BATCH_MODES: Final = ("gaps", "throughput")
 
@@ -28,6 +28,11 @@ def check_variant(variant: Variant) -> None:
         raise RequestError(
             "'draft_model' requires speculation 'model', and speculation 'model' requires 'draft_model'.",
             parameter="draft_model",
+        )
+    if (variant.speculation == "heads") != (variant.draft_heads is not None):
+        raise RequestError(
+            "'draft_heads' requires speculation 'heads', and speculation 'heads' requires 'draft_heads'.",
+            parameter="draft_heads",
         )
     if variant.speculation == "self" and not variant.skip_layers and variant.draft_weights is None:
         raise RequestError(

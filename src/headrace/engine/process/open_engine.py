@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -29,10 +30,14 @@ from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
+from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.medusa import MedusaDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
+from headrace.models.draft_heads import EagleLayer, open_draft_heads
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.weight_cache import cache_folder
@@ -40,6 +45,8 @@ from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
 log = logging.getLogger(__name__)
+
+_HEADS_WEIGHTS: Final = "int8"  # of draft heads, if nothing else is set
 
 ProgressCallback = Callable[[int, int], None]  # bytes of weights done, bytes in all
 
@@ -126,6 +133,12 @@ def open_variant(
 
 def _check_recurrent(variant: Variant) -> None:
     """Raise RequestError for options that a model with recurrent layers cannot serve."""
+    if variant.speculation == "heads":
+        raise RequestError(
+            f"'{variant.model}' takes no draft heads: it has recurrent layers, whose state cannot be taken back after "
+            "a rejected draft. Remove 'speculation' and 'draft_heads'.",
+            parameter="speculation",
+        )
     if variant.speculation == "self":
         raise RequestError(
             f"'{variant.model}' cannot draft for itself: it has recurrent layers, whose state cannot be taken back "
@@ -191,6 +204,12 @@ def _speculator(variant: Variant, folder: ModelFolder, executor: CpuExecutor) ->
     if variant.speculation == "self":
         own = executor.drafting(folder, variant.skip_layers, weights=variant.draft_weights, cache=cache)
         return Speculator(DraftModelDrafter(own, vocab_size=executor.spec.vocab_size), lengths)
+    if variant.speculation == "heads" and variant.draft_heads is not None:
+        heads = open_draft_heads(Path(variant.draft_heads).expanduser(), executor.spec)
+        precision = parse_precision(variant.draft_weights or _HEADS_WEIGHTS, parameter="draft_weights")
+        if isinstance(heads, EagleLayer):
+            return Speculator(EagleDrafter(executor, heads, precision), lengths)
+        return Speculator(MedusaDrafter(executor, heads, precision), lengths)
     if variant.speculation == "none" or variant.draft_model is None:
         return None
     small = open_model(find_model(variant.draft_model))

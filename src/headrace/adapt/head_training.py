@@ -1,0 +1,148 @@
+"""Trains draft heads on answers that their model wrote, and measures how many drafts the model would accept.
+
+The same examples, settings and threads give the same heads. Reads and writes no files.
+"""
+
+# torch's own types are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.adapt.head_examples import HeadExample, HeadModel, batches
+from headrace.adapt.head_networks import HeadNetwork
+from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.recipe import AdaptRecipe
+from headrace.errors import RequestError
+
+_BETAS: Final = (0.9, 0.95)
+_FURTHER: Final = 0.8  # weight of each draft's loss against the draft before
+_STATE_SHARE: Final = 0.5  # weight of the error of predicted states
+_NOWHERE: Final = -1
+
+
+class HeadAcceptance(NamedTuple):
+    """How drafts fare on answers that were not trained on."""
+
+    by_draft: list[float]  # probability that a draft is accepted if those before it were
+    tokens: float  # accepted drafts and the token after them, of a step with all drafts
+
+
+class _Batch(NamedTuple):
+    embedded: Tensor  # [rows, length, hidden]
+    states: Tensor
+    targets: Tensor  # [rows, length] the token after each, as a place in the head; -1: none, or not in the head
+    texts: Tensor  # [rows, length] whether there is a token after each
+
+
+Watch = Callable[[int, int, float], None]  # step, steps, loss
+
+
+class HeadTraining:
+    def __init__(
+        self,
+        network: HeadNetwork,
+        model: HeadModel,
+        recipe: HeadRecipe,
+        *,
+        learns_states: bool,
+        watch: Watch = lambda _step, _steps, _loss: None,
+    ) -> None:
+        """`learns_states`: predicted states are drafted from, so their error counts too."""
+        self._network = network
+        self._recipe = recipe
+        self._learns_states = learns_states
+        self._watch = watch
+        self._head = torch.from_numpy(model.head)
+        self._embeddings = torch.from_numpy(model.embeddings)
+        self._embedded = model.embedded
+        places = np.full(int(model.embedded.max()) + 1, _NOWHERE, dtype=np.int64)
+        chosen = np.arange(len(model.head)) if model.tokens is None else model.tokens
+        within = chosen[chosen < len(places)]
+        places[within] = np.arange(len(within))  # both ascend
+        self._places = places
+
+    def run(self, examples: Sequence[HeadExample]) -> None:
+        recipe = self._recipe
+        values = list(self._network.trained.values())
+        optimiser = torch.optim.AdamW(values, lr=recipe.rate, betas=_BETAS, weight_decay=0.0)
+        steps = recipe.epochs * -(-len(examples) // recipe.batch)
+        schedule = AdaptRecipe()  # the same rise and fall of the rate
+        step = 0
+        for epoch in range(recipe.epochs):
+            for rows in batches(examples, recipe.batch, recipe.seed, epoch):
+                for group in optimiser.param_groups:
+                    group["lr"] = recipe.rate * schedule.share_of_rate(step, steps)
+                loss = self._loss(self._batch(rows))
+                optimiser.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(values, 1.0)
+                optimiser.step()
+                step += 1
+                self._watch(step, steps, float(loss.detach()))
+
+    @torch.no_grad()
+    def acceptance(self, examples: Sequence[HeadExample], depth: int) -> HeadAcceptance:
+        """Return how many of `depth` drafts the model would accept, greedily."""
+        held = np.zeros(depth)
+        tried = np.zeros(depth)
+        roots = 0
+        for rows in batches(examples, self._recipe.batch, 0, 0):
+            batch = self._batch(rows)
+            found = self._network.predict(batch.embedded, batch.states, depth)
+            alive = batch.texts.clone()
+            for draft, states in enumerate(found):
+                # Draft d of the place p is predicted at p + d.
+                right = ((states @ self._head.T).argmax(-1) == batch.targets)[:, draft:]
+                texts = batch.texts[:, draft:]
+                alive = alive[:, : right.shape[1]] & texts
+                tried[draft] += int(alive.sum())
+                alive = alive & right
+                held[draft] += int(alive.sum())
+                roots += int(texts.sum()) if draft == 0 else 0
+        if not roots:
+            raise RequestError("The held-out answers are too short to measure drafts on.", parameter="held-out")
+        return HeadAcceptance(
+            [float(a / b) if b else 0.0 for a, b in zip(held, tried, strict=True)], 1 + held.sum() / roots
+        )
+
+    def _loss(self, batch: _Batch) -> Tensor:
+        with torch.no_grad():
+            # What the model itself would say at each place about the token after.
+            ahead = torch.roll(batch.states, -1, dims=1)
+            taught = (ahead @ self._head.T).softmax(-1)
+            scale = batch.states.square().mean()
+        total = torch.zeros(())
+        weights = 0.0
+        for draft, states in enumerate(self._network.predict(batch.embedded, batch.states, self._recipe.depth)):
+            learnt = batch.texts.clone()
+            learnt[:, :draft] = False
+            logits = states[learnt] @ self._head.T
+            loss = -(taught[learnt] * logits.log_softmax(-1)).sum(-1).mean()
+            if self._learns_states:
+                loss = loss + _STATE_SHARE * (states[learnt] - ahead[learnt]).square().mean() / scale
+            weight = _FURTHER**draft
+            total = total + weight * loss
+            weights += weight
+        return total / weights
+
+    def _batch(self, rows: Sequence[HeadExample]) -> _Batch:
+        length = max(len(row.tokens) for row in rows)
+        tokens = np.zeros((len(rows), length), dtype=np.int64)
+        targets = np.full((len(rows), length), _NOWHERE, dtype=np.int64)
+        texts = np.zeros((len(rows), length), dtype=np.bool_)
+        states = np.zeros((len(rows), length, rows[0].states.shape[1]), dtype=np.float32)
+        for place, row in enumerate(rows):
+            count = len(row.tokens)
+            tokens[place, :count] = np.searchsorted(self._embedded, row.tokens)
+            targets[place, : count - 1] = self._places[row.tokens[1:]]
+            texts[place, : count - 1] = True
+            states[place, :count] = row.states
+        embedded = self._embeddings[torch.from_numpy(tokens)]
+        return _Batch(embedded, torch.from_numpy(states), torch.from_numpy(targets), torch.from_numpy(texts))

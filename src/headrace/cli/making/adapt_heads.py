@@ -1,0 +1,180 @@
+"""`headrace adapt --heads`: train draft heads for a model on its own answers to your prompts, and measure them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from headrace.adapt.head_examples import HeadExample, HeadModel, choose_vocabulary
+from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.training_rows import hold_out
+from headrace.bench.evaluation.documents import Document, read_prompts
+from headrace.bench.evaluation.evaluation import EvaluationProgress
+from headrace.bench.self_speculation import check_can_draft
+from headrace.cli.evaluate import EvaluationBar
+from headrace.engine.speculation.speculator import Speculator
+from headrace.engine.speculation.state_recorder import StateRecorder
+from headrace.errors import RequestError
+from headrace.llm import LLM
+from headrace.models.config_json import ConfigJson
+from headrace.models.draft_heads import eagle_config, eagle_spec, write_eagle, write_medusa
+from headrace.models.model_folder import ModelFolder
+from headrace.models.text.tokenizer import Tokenizer
+
+_HELD_OUT: Final = 0.1
+_LEAST_TOKENS: Final = 4  # of an answer that is learnt
+_LEAST_VOCABULARY: Final = 64
+_AT_ONCE: Final = 32  # answers
+_CONTEXT: Final = 2048
+_PARTIAL: Final = ".partial"
+
+
+def train_heads(
+    model: str,
+    folder: ModelFolder,
+    kind: Literal["medusa", "eagle"],
+    recipe: HeadRecipe,
+    *,
+    data: Path | None,
+    held_out: Path | None,
+    out: Path,
+    weights: str,
+    vocabulary: int,
+    answer_tokens: int,
+    threads: int,
+) -> None:
+    recipe.check()
+    check_can_draft(folder.spec, model)
+    if data is None:
+        raise RequestError("Pass your prompts: --data FILE.", parameter="data")
+    if out.exists():
+        raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
+    if not 8 <= answer_tokens <= 4096:
+        raise RequestError(f"'answer_tokens' must be 8 to 4096, not {answer_tokens}.", parameter="answer-tokens")
+    if vocabulary < _LEAST_VOCABULARY:
+        raise RequestError(
+            f"'vocabulary' must be at least {_LEAST_VOCABULARY}, not {vocabulary}.", parameter="vocabulary"
+        )
+    asked, held = _prompts(data, held_out, recipe.seed)
+
+    import torch
+
+    from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+    from headrace.adapt.head_training import HeadTraining
+
+    with (
+        EvaluationBar() as bar,
+        LLM(
+            folder,
+            weights=weights,
+            threads=threads,
+            speculation="none",
+            context=min(_CONTEXT, folder.spec.context),
+            max_sequences=_AT_ONCE,
+        ) as llm,
+    ):
+        total = len(asked) + len(held)
+
+        def asking(done: int) -> None:
+            bar.show(EvaluationProgress("the model's own answers", done, total))
+
+        train = _record(llm, asked, answer_tokens, asking)
+        kept = _record(llm, held, answer_tokens, lambda done: asking(len(asked) + done))
+        tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, vocabulary)
+        products = llm.opened.executor.products
+        embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
+        every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
+        inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
+    torch.set_num_threads(threads)
+    config = eagle_config(folder.spec, base=model)
+    network = (
+        MedusaNetwork(folder.spec, recipe.depth)
+        if kind == "medusa"
+        else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(every)), recipe.seed)
+    )
+    with EvaluationBar() as bar:
+
+        def training(step: int, steps: int, loss: float) -> None:
+            bar.show(EvaluationProgress(f"loss {loss:.3f}", step, steps))
+
+        job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", watch=training)
+        job.run(train)
+    found = job.acceptance(kept, recipe.depth)
+    partial = out.with_name(out.name + _PARTIAL)
+    partial.mkdir(parents=True, exist_ok=True)
+    if isinstance(network, MedusaNetwork):
+        write_medusa(partial, network.heads(tokens), base=model)
+    else:
+        write_eagle(partial, network.layer(tokens), config)
+    lines = [
+        f"{sum(value.numel() for value in network.trained.values()):,} weights, trained on "
+        f"{sum(len(each.tokens) for each in train):,} tokens of {len(train):,} answers of {model}.",
+        f"On {len(kept):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} tokens.",
+    ]
+    (partial / "README.md").write_text(_card(kind, recipe, lines, found.by_draft, len(every)), encoding="utf-8")
+    partial.rename(out)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console.print(f"{out}: {' '.join(lines)}", soft_wrap=True)
+    table = Table("draft", "accepted, if those before it were", box=None)
+    for place, share in enumerate(found.by_draft, start=1):
+        table.add_row(str(place), f"{share:.0%}")
+    console.print(table)
+    console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
+
+
+def _prompts(data: Path, held_out: Path | None, seed: int) -> tuple[list[Document], list[Document]]:
+    documents = read_prompts(data)
+    if held_out is not None:
+        return documents, read_prompts(held_out)
+    if len(documents) < 2:
+        raise RequestError("Training needs at least two prompts: one is held out.", parameter="data")
+    train, held = hold_out(len(documents), _HELD_OUT, seed)
+    return [documents[at] for at in train], [documents[at] for at in held]
+
+
+def _record(llm: LLM, documents: Sequence[Document], most: int, watch: Callable[[int], None]) -> list[HeadExample]:
+    """Return the model's own answers to prompts, with their hidden states, in an order of their own."""
+    recorder = StateRecorder()
+    llm.opened.engine.draft_with(Speculator(recorder))
+    room = llm.opened.executor.capacity.context - most
+    prompts = [_prompt(llm.tokenizer, each)[-room:] for each in documents]
+    for start in range(0, len(prompts), _AT_ONCE):
+        llm.generate(prompts[start : start + _AT_ONCE], max_tokens=most, temperature=0.0)
+        watch(min(start + _AT_ONCE, len(prompts)))
+    answers = [each for each in recorder.answers if len(each.tokens) >= _LEAST_TOKENS]
+    if not answers:
+        raise RequestError(f"The answers have fewer than {_LEAST_TOKENS} tokens.", parameter="data")
+    # Which answer ends first may depend on the machine; the heads must not.
+    return [HeadExample(np.array(each.tokens), each.states) for each in sorted(answers, key=lambda each: each.tokens)]
+
+
+def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Return a prompt's tokens, without an answer that it has."""
+    messages = document.messages
+    if messages is None:
+        return list(tokenizer.encode(document.prompt))
+    if len(messages) > 1 and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    return list(tokenizer.encode(tokenizer.apply_template(messages), add_special_tokens=False))
+
+
+def _card(kind: str, recipe: HeadRecipe, lines: Sequence[str], shares: Sequence[float], vocabulary: int) -> str:
+    by_draft = ", ".join(f"{share:.0%}" for share in shares)
+    return "\n".join(
+        [
+            f"# Draft heads ({kind})",
+            "",
+            *lines,
+            f"Accepted by draft, if those before it were: {by_draft}. They choose among {vocabulary:,} tokens.",
+            "",
+            f"Recipe: {recipe.depth} drafts, {recipe.epochs} epochs, batches of {recipe.batch}, rate {recipe.rate:g}, "
+            f"seed {recipe.seed}.",
+            "",
+        ]
+    )

@@ -1,0 +1,292 @@
+"""Reads and writes folders of draft heads: Medusa heads and EAGLE layers, in the formats that their authors publish.
+
+    Medusa  medusa_lm_head.safetensors: K.L.linear.weight and .bias of residual block L of head K, and K.LAYERS.weight,
+            the head's own product to the vocabulary; without it, the head uses the model's
+    EAGLE   model.safetensors: fc, and one Llama layer without a norm before its attention: layers.0.*
+
+`token_map` in either holds the tokens that the heads choose from, if those are not all. Does not compute anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import ModelError
+from headrace.models.config_json import ConfigJson
+from headrace.models.formats.model_weights import SINGLE_FILE
+from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
+from headrace.models.rope import read_rope
+from headrace.models.spec import LayerSpec, ModelSpec, tensor_shapes
+
+Floats = NDArray[np.float32]
+
+CONFIG_FILE: Final = "config.json"
+MEDUSA_FILE: Final = "medusa_lm_head.safetensors"
+TOKEN_MAP: Final = "token_map"
+MOST_HEADS: Final = 16
+MOST_BLOCKS: Final = 4  # residual blocks of a head
+_LAYER: Final = "layers.0"
+_MOST_SIZE: Final = 1 << 20
+
+
+class HeadBlock(msgspec.Struct, frozen=True):
+    """A residual block: x + silu(weight x + bias)."""
+
+    weight: Floats
+    bias: Floats
+
+
+class MedusaHeads(msgspec.Struct, frozen=True):
+    """Head k predicts the token k + 2 places after the one whose hidden state it reads."""
+
+    blocks: list[list[HeadBlock]]  # by head
+    outputs: list[Floats]  # by head, [vocabulary, hidden]; empty: the model's own head
+    tokens: NDArray[np.int32] | None = None  # that they choose from, ascending; None: all
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+
+class EagleLayer(msgspec.Struct, frozen=True):
+    """A layer that reads the embedding of a token and the hidden state before it, and predicts the token's own."""
+
+    spec: ModelSpec  # one layer; its vocabulary is that of `tokens`
+    join: Floats  # [hidden, 2 hidden]: embedding, then hidden state
+    join_bias: Floats | None
+    tensors: dict[str, Floats]  # of the layer, by canonical names
+    tokens: NDArray[np.int32] | None = None
+
+
+DraftHeads = MedusaHeads | EagleLayer
+
+
+def open_draft_heads(path: Path, spec: ModelSpec) -> DraftHeads:
+    """Read heads for a model. Raise ModelError if the files are wrong or belong to another model."""
+    if not path.is_dir():
+        raise ModelError("There is no such folder of draft heads.", path=path)
+    if (path / MEDUSA_FILE).is_file():
+        return _read_medusa(path, spec)
+    if (path / SINGLE_FILE).is_file():
+        return _read_eagle(path, spec)
+    pickled = next((each.name for each in sorted(path.iterdir()) if each.suffix in (".pt", ".bin")), None)
+    found = "" if pickled is None else f" {pickled} may execute code and is not read: save it as safetensors."
+    raise ModelError(
+        f"The folder has neither {MEDUSA_FILE} (Medusa) nor {SINGLE_FILE} (EAGLE).{found} `headrace adapt MODEL "
+        "--heads` trains heads.",
+        path=path,
+    )
+
+
+def write_medusa(out: Path, heads: MedusaHeads, *, base: str) -> None:
+    """Write heads that use the model's own product to the vocabulary, into an existing folder."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for place, blocks in enumerate(heads.blocks):
+        for index, block in enumerate(blocks):
+            tensors[f"{place}.{index}.linear.weight"] = block.weight
+            tensors[f"{place}.{index}.linear.bias"] = block.bias
+    _write(out / MEDUSA_FILE, tensors, heads.tokens)
+    config = {
+        "base_model_name_or_path": base,
+        "medusa_num_heads": heads.count,
+        "medusa_num_layers": len(heads.blocks[0]),
+        "model_type": "medusa",
+        "version": "2",  # as others call heads without a product of their own
+    }
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_eagle(out: Path, layer: EagleLayer, config: Mapping[str, object]) -> None:
+    """Write a layer into an existing folder. `config` is what `eagle_config` returned."""
+    spec = layer.spec
+    tensors: dict[str, NDArray[Any]] = {"fc.weight": layer.join}
+    if layer.join_bias is not None:
+        tensors["fc.bias"] = layer.join_bias
+    for name, sources in _eagle_sources(spec).items():
+        sizes = _part_sizes(spec, name, len(layer.tensors[name]), len(sources))
+        parts = np.split(layer.tensors[name], np.cumsum(sizes)[:-1])
+        tensors.update(zip(sources, parts, strict=True))
+    _write(out / SINGLE_FILE, tensors, layer.tokens)
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def eagle_config(target: ModelSpec, *, base: str) -> dict[str, object]:
+    """Return the config of a new layer for a model, with heads and sizes like the model's own."""
+    inner = target.intermediate_size or 4 * target.hidden_size
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "base_model_name_or_path": base,
+        "bias": True,
+        "head_dim": target.head_size,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": inner,
+        "max_position_embeddings": target.context,
+        "model_type": "llama",
+        "num_attention_heads": target.heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": target.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def eagle_spec(config: ConfigJson, target: ModelSpec, vocabulary: int) -> ModelSpec:
+    """Return the spec of an EAGLE layer of the model `target`, which chooses among `vocabulary` tokens."""
+    heads = config.size("num_attention_heads", maximum=_MOST_SIZE)
+    kv_heads = config.size("num_key_value_heads", maximum=heads, default=heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"Must divide num_attention_heads, {heads}.")
+    head_size = config.size("head_dim", maximum=_MOST_SIZE, default=max(1, target.hidden_size // heads))
+    return ModelSpec(
+        family="llama",
+        architecture="EAGLE",
+        vocab_size=vocabulary,
+        hidden_size=target.hidden_size,
+        intermediate_size=config.size("intermediate_size", maximum=_MOST_SIZE),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        layers=(LayerSpec(attn_norm=False),),
+        context=target.context,
+        norm_eps=config.positive("rms_norm_eps", default=1e-6),
+        final_norm=False,
+        ropes=(read_rope(config, head_size),),
+        attention_scale=head_size**-0.5,
+        tied=True,  # its embedding is never read
+    )
+
+
+def eagle_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an EAGLE layer's canonical tensors, without the product to the vocabulary."""
+    return {name: shape for name, shape in tensor_shapes(spec).items() if name != "embed"}
+
+
+def _read_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
+    file = SafetensorsFile.open(path / MEDUSA_FILE)
+    # The published files begin with the head's number; some trainers save the module's name before it.
+    names = {name.removeprefix("medusa_head.").removeprefix("medusa_heads."): name for name in file.tensors}
+    blocks: list[list[HeadBlock]] = []
+    outputs: list[Floats] = []
+    tokens = _token_map(file, spec)
+    vocabulary = spec.vocab_size if tokens is None else len(tokens)
+    most = _declared_heads(path)
+    hidden = spec.hidden_size
+    while len(blocks) < most and f"{len(blocks)}.0.linear.weight" in names:
+        head = len(blocks)
+        found: list[HeadBlock] = []
+        while len(found) < MOST_BLOCKS and (name := f"{head}.{len(found)}.linear") + ".weight" in names:
+            weight = _floats(file, names[f"{name}.weight"], (hidden, hidden))
+            bias = np.zeros(hidden, np.float32)
+            if f"{name}.bias" in names:
+                bias = _floats(file, names[f"{name}.bias"], (hidden,))
+            found.append(HeadBlock(weight, bias))
+        blocks.append(found)
+        if (own := f"{head}.{len(found)}.weight") in names:
+            outputs.append(_floats(file, names[own], (vocabulary, hidden)))
+    if not blocks:
+        raise ModelError("Has no tensor 0.0.linear.weight, so it has no Medusa heads.", path=file.path)
+    if len(outputs) not in (0, len(blocks)):
+        raise ModelError("Some heads have a product to the vocabulary and some have none.", path=file.path)
+    return MedusaHeads(blocks, outputs, tokens)
+
+
+def _declared_heads(path: Path) -> int:
+    if not (path / CONFIG_FILE).is_file():
+        return MOST_HEADS
+    return min(
+        MOST_HEADS, ConfigJson.read(path / CONFIG_FILE).size("medusa_num_heads", maximum=_MOST_SIZE, default=MOST_HEADS)
+    )
+
+
+def _read_eagle(path: Path, target: ModelSpec) -> EagleLayer:
+    config = ConfigJson.read(path / CONFIG_FILE)
+    if config.size("num_hidden_layers", maximum=_MOST_SIZE, default=1) != 1:
+        raise ModelError("EAGLE heads have one layer. Pass this folder as 'draft_model' if it is a model.", path=path)
+    file = SafetensorsFile.open(path / SINGLE_FILE)
+    if "fc.weight" not in file.tensors:
+        raise ModelError("Has no tensor fc.weight, so it is no EAGLE layer.", path=file.path)
+    tokens = _token_map(file, target)
+    spec = eagle_spec(config, target, target.vocab_size if tokens is None else len(tokens))
+    if f"{_LAYER}.self_attn.q_proj.bias" in file.tensors:
+        spec = msgspec.structs.replace(spec, qkv_bias=True)
+    hidden = spec.hidden_size
+    shapes = eagle_shapes(spec)
+    tensors: dict[str, Floats] = {}
+    for name, sources in _eagle_sources(spec).items():
+        shape = shapes[name]
+        sizes = _part_sizes(spec, name, shape[0], len(sources))
+        parts = [_floats(file, source, (size, *shape[1:])) for source, size in zip(sources, sizes, strict=True)]
+        tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    bias = _floats(file, "fc.bias", (hidden,)) if "fc.bias" in file.tensors else None
+    return EagleLayer(spec, _floats(file, "fc.weight", (hidden, 2 * hidden)), bias, tensors, tokens)
+
+
+def _eagle_sources(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return the tensors on disk that make up each canonical one."""
+    attention, mlp = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
+    found = {
+        f"{_LAYER}.attn.qkv": tuple(f"{attention}.{part}_proj.weight" for part in "qkv"),
+        f"{_LAYER}.attn.o": (f"{attention}.o_proj.weight",),
+        f"{_LAYER}.mlp.norm": (f"{_LAYER}.post_attention_layernorm.weight",),
+        f"{_LAYER}.mlp.gate_up": (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+        f"{_LAYER}.mlp.down": (f"{mlp}.down_proj.weight",),
+    }
+    if spec.qkv_bias:
+        found[f"{_LAYER}.attn.qkv.bias"] = tuple(f"{attention}.{part}_proj.bias" for part in "qkv")
+    return found
+
+
+def _part_sizes(spec: ModelSpec, name: str, rows: int, parts: int) -> tuple[int, ...]:
+    return spec.qkv_parts if ".qkv" in name else (rows // parts,) * parts
+
+
+def _token_map(file: SafetensorsFile, spec: ModelSpec) -> NDArray[np.int32] | None:
+    if TOKEN_MAP not in file.tensors:
+        return None
+    stored = file.stored(TOKEN_MAP).data
+    if stored.ndim != 1 or not len(stored) or stored.dtype.kind != "i":
+        raise ModelError("Must be a list of token ids.", path=file.path, tensor=TOKEN_MAP)
+    if stored.min() < 0 or stored.max() >= spec.vocab_size or len(np.unique(stored)) < len(stored):
+        raise ModelError(
+            f"Must hold different tokens of the model's vocabulary of {spec.vocab_size}.",
+            path=file.path,
+            tensor=TOKEN_MAP,
+        )
+    return stored.astype(np.int32)
+
+
+def _floats(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Floats:
+    if name not in file.tensors:
+        raise ModelError("Is missing.", path=file.path, tensor=name)
+    tensor = file.dense(name)
+    if tensor.shape != shape:
+        expected, actual = ("x".join(map(str, each)) for each in (shape, tensor.shape))
+        raise ModelError(
+            f"Has shape {actual}. Expected {expected}: these heads belong to another model.",
+            path=file.path,
+            tensor=name,
+        )
+    values = tensor.to_f32()
+    if not np.isfinite(values).all():
+        raise ModelError("Contains NaN or infinity.", path=file.path, tensor=name)
+    return values
+
+
+def _write(path: Path, tensors: Mapping[str, NDArray[Any]], tokens: NDArray[np.int32] | None) -> None:
+    entries: dict[str, tuple[str, tuple[int, ...], Callable[[], Iterable[Any]]]] = {}
+    for name, values in sorted(tensors.items()):
+        data = np.ascontiguousarray(values, dtype="<f4")
+        entries[name] = ("F32", data.shape, lambda data=data: [data.reshape(-1).view(np.uint8)])
+    if tokens is not None:
+        ids = np.ascontiguousarray(tokens, dtype="<i8")
+        entries[TOKEN_MAP] = ("I64", ids.shape, lambda: [ids.view(np.uint8)])
+    write_safetensors(path, entries, {"format": "pt"})

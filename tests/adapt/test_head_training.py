@@ -1,0 +1,161 @@
+"""Draft heads in torch: an EAGLE layer is trained as it is served, losses fall, and acceptance is counted right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.adapt.head_examples import HeadExample, HeadModel, batches, choose_vocabulary
+from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.head_training import HeadTraining
+from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.speculator import Speculator
+from headrace.engine.speculation.state_recorder import StateRecorder
+from headrace.errors import RequestError
+from headrace.llm import LLM
+from headrace.models.config_json import ConfigJson
+from headrace.models.draft_heads import eagle_config, eagle_spec
+from headrace.models.precision import parse_precision
+
+PROMPTS = [[5, 9, 30, 41, 7], [100, 20, 21, 22, 23, 24], list(range(40, 60)), [9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_folder: Path) -> Any:
+    """The tiny model's answers with their states, and what heads read of it."""
+    with LLM(tiny_folder, weights="f32", kv="f32", threads=1, context=128, speculation="none") as llm:
+        recorder = StateRecorder()
+        llm.opened.engine.draft_with(Speculator(recorder))
+        llm.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+        spec = llm.opened.executor.spec
+        every = np.arange(spec.vocab_size, dtype=np.int32)
+        products = llm.opened.executor.products
+        model = HeadModel(every, products.embeddings(every), None, products.head_rows(every))
+        examples = [HeadExample(np.array(each.tokens), each.states) for each in recorder.answers]
+        yield llm, spec, model, examples
+
+
+def test_an_eagle_layer_drafts_what_it_was_trained_to(recorded: Any) -> None:
+    llm, spec, model, examples = recorded
+    network = EagleNetwork(
+        eagle_spec(ConfigJson(eagle_config(spec, base="tiny"), path=Path()), spec, spec.vocab_size), 3
+    )
+    with torch.no_grad():
+        for value in network.trained.values():  # far from the identity that it begins with
+            value += 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
+    example = max(examples, key=lambda each: len(each.tokens))
+    drafter = EagleDrafter(llm.opened.executor, network.layer(None), parse_precision("f32"))
+    checked = 0
+    engine = llm.opened.engine
+    speculator = Speculator(drafter)
+    drafter.pass_seconds = lambda sequences: 0.0
+    engine.draft_with(speculator)
+    engine._step_time.predict = lambda rows, pairs: 1.0
+    propose = drafter.propose_all
+    drafts: list[tuple[int, list[int]]] = []
+
+    def watched(wanted: Any) -> list[list[int]]:
+        found = propose([(sequence, 3) for sequence, _ in wanted])
+        drafts.append((wanted[0][0].output_count, found[0]))
+        return [[] for _ in wanted]
+
+    drafter.propose_all = watched
+    prompt = next(
+        each
+        for each in PROMPTS
+        if llm.generate([each], max_tokens=24, temperature=0.0, ignore_eos=True)[0].completions[0].tokens
+        == example.tokens.tolist()
+    )
+    drafts.clear()
+    llm.generate([prompt], max_tokens=24, temperature=0.0, ignore_eos=True)
+    embedded = torch.from_numpy(model.embeddings[example.tokens])
+    states = torch.from_numpy(example.states)
+    head = torch.from_numpy(model.head)
+    for count, found in drafts:
+        # The draft's own tokens are what the next passes read.
+        tokens = embedded[:count]
+        known = states[:count]
+        expected: list[int] = []
+        for _ in range(len(found)):
+            predicted = _last(network, tokens, known, len(expected))
+            expected.append(int((head @ predicted).argmax()))
+            tokens = torch.cat((tokens, torch.from_numpy(model.embeddings[expected[-1:]])))
+            known = torch.cat((known, torch.zeros(1, known.shape[1])))
+        assert found == expected
+        checked += len(found)
+    assert checked > 20
+
+
+def _last(network: EagleNetwork, embedded: Tensor, states: Tensor, draft: int) -> Tensor:
+    """The state that a draft is chosen from, after so many drafts."""
+    with torch.no_grad():
+        return network.predict(embedded[None], states[None], draft + 1)[draft][0, -1]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_training_raises_the_acceptance_of_what_is_learnt(recorded: Any, kind: str) -> None:
+    _, spec, model, examples = recorded
+    recipe = HeadRecipe(depth=2, epochs=12, batch=2, rate=4e-3)
+    network: Any = (
+        MedusaNetwork(spec, 2)
+        if kind == "medusa"
+        else EagleNetwork(eagle_spec(ConfigJson(eagle_config(spec, base="t"), path=Path()), spec, spec.vocab_size), 0)
+    )
+    losses: list[float] = []
+    training = HeadTraining(
+        network, model, recipe, learns_states=kind == "eagle", watch=lambda step, steps, loss: losses.append(loss)
+    )
+    before = training.acceptance(examples, 2)
+    training.run(examples)
+    after = training.acceptance(examples, 2)
+    assert losses[-1] < losses[0]
+    assert after.tokens > before.tokens
+    assert after.by_draft[0] > 0.5
+
+
+class _Known:
+    """Predicts the first draft right and the second wrong."""
+
+    def __init__(self) -> None:
+        self.trained: dict[str, Tensor] = {}
+
+    def predict(self, embedded: Tensor, states: Tensor, depth: int) -> list[Tensor]:
+        ahead = torch.roll(states, -1, dims=1)
+        return [ahead, -ahead][:depth]
+
+
+def test_acceptance_counts_drafts_after_accepted_ones(recorded: Any) -> None:
+    _, _, model, examples = recorded
+    training = HeadTraining(_Known(), model, HeadRecipe(depth=2), learns_states=False)
+    found = training.acceptance(examples, 2)
+    assert found.by_draft == [1.0, 0.0]
+    assert found.tokens == 2.0
+    with pytest.raises(RequestError, match="too short"):
+        training.acceptance([HeadExample(each.tokens[:1], each.states[:1]) for each in examples], 2)
+
+
+def test_a_vocabulary_has_the_most_frequent_tokens() -> None:
+    found = choose_vocabulary([[7, 7, 9, 9, 9], [7, 3]], 20, 4)
+    assert found is not None
+    assert found.tolist() == [0, 3, 7, 9]
+    assert choose_vocabulary([[1]], 4, 4) is None
+
+
+def test_epochs_have_their_own_order_and_every_answer() -> None:
+    examples = [HeadExample(np.arange(count), np.zeros((count, 2), np.float32)) for count in range(5, 16)]
+    one, same, other = (batches(examples, 3, 1, epoch) for epoch in (0, 0, 1))
+    lengths = [[[len(each.tokens) for each in rows] for rows in found] for found in (one, same, other)]
+    assert lengths[0] == lengths[1] != lengths[2]
+    assert sorted(length for rows in lengths[2] for length in rows) == list(range(5, 16))
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"depth": 17}, {"epochs": 0}, {"batch": 0}, {"rate": 2.0}])
+def test_recipes_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        HeadRecipe(**wrong).check()

@@ -1,0 +1,71 @@
+"""`headrace adapt --heads`: heads that are trained, served and measured from the command line, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import main
+from headrace.llm import LLM
+
+PROMPTS = ["The water wheel", "A queue is", "Three seasons are"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))
+    return path
+
+
+def train(model: Path, data: Path, out: Path, *more: str) -> int:
+    sizes = ["--epochs", "1", "--answer-tokens", "8", "--drafts", "2", "--vocabulary", "300", "--threads", "1"]
+    return main(["adapt", str(model), "--data", str(data), "--out", str(out), *sizes, *more])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_heads_are_trained_and_served(
+    kind: str, tiny_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "heads"
+    assert train(tiny_folder, data, out, "--heads", kind) == 0
+    said = capsys.readouterr().out
+    assert "draft_heads" in said
+    assert "a step with 2 drafts gives" in said
+    assert f"Draft heads ({kind})" in (out / "README.md").read_text()
+    common: dict[str, Any] = {"threads": 1, "context": 128}
+    wanted: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    with (
+        LLM(tiny_folder, speculation="none", **common) as plain,
+        LLM(tiny_folder, speculation="heads", draft_heads=str(out), **common) as drafted,
+    ):
+        expected, found = (llm.generate(PROMPTS, **wanted) for llm in (plain, drafted))
+    assert [each.completions[0].tokens for each in found] == [each.completions[0].tokens for each in expected]
+    assert train(tiny_folder, data, out, "--heads", kind) == 2
+    assert "exists. Choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--heads", "medusa", "--full"], "Remove --full"),
+        (["--heads", "medusa", "--merge", "x"], "Remove --merge"),
+        (["--heads", "medusa", "--drafts", "99"], "'drafts' must be 1 to 16"),
+        (["--heads", "medusa", "--vocabulary", "5"], "'vocabulary' must be at least"),
+        (["--heads", "eagle", "--answer-tokens", "2"], "'answer_tokens' must be 8 to 4096"),
+        (["--heads", "eagle", "--data", "missing.jsonl"], "There is no file missing.jsonl"),
+        (["--heads", "llama"], "heads"),
+    ],
+)
+def test_mistakes_are_named(
+    more: list[str], reason: str, tiny_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"--data": str(data), "--out": str(tmp_path / "heads")}
+    flags = dict(zip(more[::2], more[1::2], strict=False)) if "--full" not in more else {"--heads": "medusa"}
+    listed = [part for pair in ({**arguments, **flags}).items() for part in pair]
+    assert main(["adapt", str(tiny_folder), *listed, *(["--full"] if "--full" in more else [])]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "heads").exists()

@@ -1,0 +1,132 @@
+"""Draft heads: what they propose is what their networks say, and answers are the same bytes with and without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.head_drafter import HeadDrafter
+from headrace.engine.speculation.speculator import Speculator
+from headrace.engine.speculation.state_recorder import StateRecorder
+from headrace.llm import LLM
+from headrace.models.config_json import ConfigJson
+from headrace.models.draft_heads import (
+    EagleLayer,
+    HeadBlock,
+    MedusaHeads,
+    eagle_config,
+    eagle_shapes,
+    eagle_spec,
+    write_eagle,
+    write_medusa,
+)
+from headrace.models.model_folder import open_model
+
+PROMPTS = [[5, 9, 30, 41, 7], [100, 20, 21, 22, 23, 24], list(range(40, 80))]
+COMMON: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 1, "context": 128, "checks": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Heads with random weights: Medusa with the model's own head and with its own products, and an EAGLE layer."""
+    spec = open_model(tiny_folder).spec
+    size = spec.hidden_size
+    random = np.random.default_rng(7)
+    made = {name: tmp_path_factory.mktemp(name) for name in ("medusa", "deep", "eagle")}
+
+    def numbers(*shape: int, spread: float = 0.05) -> Any:
+        return random.normal(0.0, spread, shape).astype(np.float32)
+
+    blocks = [[HeadBlock(numbers(size, size), numbers(size))] for _ in range(3)]
+    some = np.sort(random.choice(spec.vocab_size, spec.vocab_size // 2, replace=False)).astype(np.int32)
+    write_medusa(made["medusa"], MedusaHeads(blocks, [], some), base="tiny")
+    deep = [[*each, HeadBlock(numbers(size, size), numbers(size))] for each in blocks]
+    write_medusa(made["deep"], MedusaHeads(deep, [], None), base="tiny")
+    config = eagle_config(spec, base="tiny")
+    own = eagle_spec(ConfigJson(config, path=made["eagle"]), spec, len(some))
+    tensors = {
+        name: numbers(*shape) if len(shape) > 1 else 1.0 + numbers(*shape) for name, shape in eagle_shapes(own).items()
+    }
+    join = np.concatenate([numbers(size, size), np.eye(size, dtype=np.float32)], axis=1)
+    write_eagle(made["eagle"], EagleLayer(own, join, numbers(size), tensors, some), config)
+    return made
+
+
+def eager(llm: LLM) -> HeadDrafter:
+    """Let the engine draft as much as it can, whatever that costs on this machine."""
+    llm.opened.engine._step_time.predict = lambda rows, pairs: 1.0  # pyright: ignore[reportPrivateUsage]
+    speculator = llm.opened.engine.speculator
+    assert speculator is not None
+    drafter = speculator.drafter
+    assert isinstance(drafter, HeadDrafter)
+    drafter.pass_seconds = lambda sequences: 0.0
+    speculator.lengths.prior = speculator.lengths.memory = 0.99
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["medusa", "deep", "eagle"])
+def test_answers_are_the_same_bytes_with_heads(tiny_folder: Path, folders: dict[str, Path], kind: str) -> None:
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 30},
+        {"temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 30},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "max_tokens": 12, "logprobs": 1},
+    ]
+    own = {"speculation": "heads", "draft_heads": str(folders[kind]), "draft_weights": "f32"}
+    with LLM(tiny_folder, **COMMON, speculation="none") as plain, LLM(tiny_folder, **COMMON, **own) as drafted:
+        drafter = eager(drafted)
+        for wanted in ways:
+            expected = plain.generate(PROMPTS, ignore_eos=True, **wanted)
+            found = drafted.generate(PROMPTS, ignore_eos=True, **wanted)
+            for one, other in zip(found, expected, strict=True):
+                assert [each.tokens for each in one.completions] == [each.tokens for each in other.completions]
+            assert sum(each.usage.drafted for one in found for each in one.completions) > 0
+        if isinstance(drafter, EagleDrafter):
+            assert drafter.free_blocks == drafted.opened.executor.capacity.blocks
+
+
+def test_heads_propose_what_their_blocks_say(tiny_folder: Path, folders: dict[str, Path]) -> None:
+    own = {"speculation": "heads", "draft_heads": str(folders["medusa"]), "draft_weights": "f32"}
+    with LLM(tiny_folder, **COMMON, **own) as llm:
+        seen: list[tuple[list[float], list[int]]] = []
+        drafter = eager(llm)
+        propose = drafter.propose_all
+
+        def watched(wanted: Any) -> list[list[int]]:
+            found = propose(wanted)
+            state = drafter._latest.find(wanted[0][0], lambda: None).state  # pyright: ignore
+            seen.append((state, found[0]))
+            return found
+
+        drafter.propose_all = watched
+        llm.generate([PROMPTS[0]], max_tokens=8, temperature=0.0, ignore_eos=True)
+        products = llm.opened.executor.products
+        from headrace.models.draft_heads import open_draft_heads
+
+        heads = open_draft_heads(folders["medusa"], products.spec)
+        assert isinstance(heads, MedusaHeads)
+        assert heads.tokens is not None
+        rows = products.head_rows(heads.tokens)
+        checked = 0
+        for state, drafts in seen:
+            for draft, ((block,),) in zip(drafts, zip(heads.blocks, strict=True), strict=False):
+                inner = block.weight @ np.array(state) + block.bias
+                logits = rows @ (state + inner / (1.0 + np.exp(-inner)))
+                assert draft == heads.tokens[int(logits.argmax())]
+                checked += 1
+        assert checked >= 3
+
+
+def test_recorded_states_are_what_the_tokens_were_chosen_from(tiny_folder: Path) -> None:
+    with LLM(tiny_folder, **COMMON, speculation="none") as llm:
+        recorder = StateRecorder()
+        llm.opened.engine.draft_with(Speculator(recorder))
+        made = llm.generate(PROMPTS, max_tokens=9, temperature=0.0, ignore_eos=True)
+        head = llm.opened.executor.products.head_rows(np.arange(llm.opened.executor.spec.vocab_size, dtype=np.int32))
+    found = sorted(each.tokens for each in recorder.answers)
+    assert found == sorted(each.completions[0].tokens for each in made)
+    for answer in recorder.answers:
+        assert (answer.states @ head.T).argmax(axis=1).tolist() == answer.tokens
