@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,12 @@ async def test_the_encoder_of_images_is_replaced_too_and_the_old_one_ends(
     try:
         old = fleet.served["see"].images
         assert old is not None
+        is_replaced = threading.Event()  # the old encoder is busy until then
+        old._encoder._thread.submit(is_replaced.wait)
         encoding = asyncio.create_task(measured_and_encoded(old))
         await until(lambda: bool(old._running))
         await fleet.reload("see")
+        is_replaced.set()
         new = fleet.served["see"].images
         assert new is not None
         assert new is not old
