@@ -127,19 +127,18 @@ class ImageReader:
         framed = f"{before}{mark}{after}"
         if not isinstance(text, UserText):
             return text.replace(mark, framed)
+        spans, at, start = text.spans, 0, 0
         pieces: list[str] = []
         for place, piece in enumerate(text.split(mark)):
             if place:
-                pieces.append(mark)
+                end = start + len(mark)
+                while at < len(spans) and spans[at][1] <= start:
+                    at += 1
+                is_forged = at < len(spans) and spans[at][0] < end
+                pieces.append(UserText(mark) if is_forged else framed)
+                start = end
             pieces.append(piece)
-        start = 0
-        for place, piece in enumerate(pieces):
-            end = start + len(piece)
-            if place % 2 and not any(first < end and start < last for first, last in text.spans):
-                pieces[place] = framed
-            elif place % 2:
-                pieces[place] = UserText(piece)
-            start = end
+            start += len(piece)
         return join("", pieces)
 
     def placed(

@@ -240,10 +240,13 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     messages = text_request.messages if reader is None else reader.template_messages(text_request.messages)
     render = partial(served.tokenizer.apply_template, messages, tools=tools or None, **text_request.template_values)
     long = sum(len(message.get("content") or "") for message in text_request.messages) > _LONG_TEXT
+
+    def shaped() -> str:
+        text = render()
+        return text if reader is None or not measured else reader.framed(text)
+
     began = time.monotonic()
-    text = await asyncio.to_thread(render) if long else render()
-    if reader is not None and measured:
-        text = reader.framed(text)
+    text = await asyncio.to_thread(shaped) if long else shaped()
     rendered = time.monotonic()
     tokens = await tokens_of(served, text, "messages", chat_of=exchange.caller.tenant)
     placed: tuple[PromptImage, ...] = ()

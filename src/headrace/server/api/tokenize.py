@@ -59,9 +59,12 @@ async def tokenize(served: ServedVariant, given: Mapping[str, Any]) -> dict[str,
         if images and reader is None:
             raise reads_no_images(served)
         shown = messages if reader is None else reader.template_messages(messages)
-        text = tokenizer.apply_template(shown, add_generation_prompt=ends)
-        if images and reader is not None:
-            text = reader.framed(text)
+
+        def shaped() -> str:
+            text = tokenizer.apply_template(shown, add_generation_prompt=ends)
+            return text if reader is None or not images else reader.framed(text)
+
+        text = await asyncio.to_thread(shaped)  # many messages take long
         tokens = await tokens_of(served, text, "messages", whole=True)
         if images and reader is not None:
             tokens, _ = reader.placed(tokens, await reader.measured(images))
