@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.config import PriceConfig
+from headrace.config import KeyConfig, PriceConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import RewriteConfig, RoutingConfig
 from tests.gateway.routing.test_routing_served import content, routed
-from tests.support.caching_server import RED
+from tests.support.caching_server import KEYS, RED
 from tests.support.running_server import asynchronous, words
 
 PRICES = {"mini": PriceConfig(input=10.0, output=100.0), "calm": PriceConfig(input=1.0, output=10.0)}
@@ -83,3 +83,19 @@ async def test_a_request_names_a_rewrite_or_is_served_as_it_is(tmp_path: Path) -
             assert f"rewrite mini (not by steady: {why}" in answer.headers["x-headrace-route"]
         wrong = await running.chat("Hello", key=RED, rewrite="stead")
         assert (wrong.status, wrong.error["param"]) == (400, "rewrite")
+
+
+@asynchronous
+async def test_a_key_without_the_rewriters_model_gets_the_draft_and_is_told(tmp_path: Path) -> None:
+    keys = (*KEYS, KeyConfig(name="small", key="small-secret", models=("mini",)))
+    small = {"authorization": "Bearer small-secret"}
+    routing = rewriting(surfaces=("chat",), variant="calm")
+    async with routed(tmp_path, routing, "calm", keys=keys) as (running, engines):
+        for changes in ({}, {"rewrite": "steady"}):
+            answer = await running.chat("Hello", key=small, temperature=0.9, **changes)
+            assert (answer.status, answer.json["model"]) == (200, "mini")
+            why = "rewrite mini (not by steady: calm is not among the key's models)"
+            assert answer.headers["x-headrace-route"] == why
+        assert (len(engines["mini"].streams), len(engines["calm"].streams)) == (2, 0)
+        allowed = await running.chat("Hello", key=RED, temperature=0.9)
+        assert allowed.json["model"] == "calm"

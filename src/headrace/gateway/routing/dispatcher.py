@@ -72,6 +72,8 @@ class Dispatcher:
         if why is None and config.variant is not None:
             if exchange.served.adapter is not None:
                 why = "no other variant gives the answers of an adapter"
+            elif not self.canaries.may_use(exchange.caller, config.variant):
+                why = f"{config.variant} is not among the key's models"
             elif (reason := self._why_unavailable(config.variant)) is not None:
                 why = f"{config.variant}: {reason}"
         if why is not None:
