@@ -16,6 +16,7 @@ from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.submission import ReplicaState
 from headrace.gateway.redis_client import connect
 from headrace.gateway.serving.fleet import Fleet
+from headrace.gateway.serving.registry import worker_announcer
 from headrace.gateway.serving.registry.worker_announcer import WorkerAnnouncer
 from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery, changes
 from headrace.gateway.serving.registry.worker_registry import WorkerAnnouncement, WorkerRegistry
@@ -242,6 +243,46 @@ async def test_a_worker_announces_its_load_and_its_draining_and_leaves(redis: Re
             announcer.drain()  # said at once, long before the lease ends
             await announced(registry, worker(1, draining=True))
         assert await registry.workers() == []
+
+
+class HeldEngine(FakeEngine):
+    """Says what it is busy with when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.let = asyncio.Event(), asyncio.Event()
+
+    async def stats(self) -> list[dict[str, Any]]:
+        self.asked.set()
+        await self.let.wait()
+        return self.statistics
+
+
+class KeptRegistry:
+    """A registry that only keeps what is announced to it."""
+
+    def __init__(self) -> None:
+        self.announced: asyncio.Queue[WorkerAnnouncement] = asyncio.Queue()
+
+    async def announce(self, worker: WorkerAnnouncement, lease_s: float) -> None:
+        self.announced.put_nowait(worker)
+
+
+@asynchronous
+async def test_a_worker_that_drains_while_its_load_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_announcer, "_LOAD_S", 60.0)
+    engine, registry = HeldEngine(), KeptRegistry()
+    announcer = WorkerAnnouncer(
+        cast("WorkerRegistry", registry), cast("EngineClient", engine), worker(1), lease_s=3600.0
+    )
+    running = asyncio.create_task(announcer.run())
+    await engine.asked.wait()
+    announcer.drain()
+    engine.let.set()
+    assert (await registry.announced.get()).draining
+    assert (await registry.announced.get()).draining  # woken by `drain`
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @asynchronous

@@ -61,7 +61,8 @@ class WorkerAnnouncer:
         await self._registry.close()
 
     async def _renew(self) -> None:
-        self._worker = msgspec.structs.replace(self._worker, **await self._load())
+        found = await self._load()  # `drain` may change the worker meanwhile
+        self._worker = msgspec.structs.replace(self._worker, **found)
         try:
             await self._registry.announce(self._worker, self._lease_s)
         except Exception as error:  # a driver's own
