@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from headrace.config import Config, ModelConfig, WorkersConfig
 from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.submission import ReplicaState
 from headrace.gateway.redis_client import connect
@@ -108,8 +109,22 @@ async def opened(url: str, namespace: str) -> AsyncGenerator[WorkerRegistry]:
         await registry.close()
 
 
-def discovery(fleet: FakeFleet, registry: WorkerRegistry) -> WorkerDiscovery:
-    return WorkerDiscovery(cast("Fleet", fleet), registry, ["mini"], poll_s=60.0)
+class FakeRegistry:
+    """A registry that answers with the test's workers, or fails."""
+
+    def __init__(self, *found: WorkerAnnouncement) -> None:
+        self.found = list(found)
+        self.is_down = False
+
+    async def workers(self) -> list[WorkerAnnouncement]:
+        if self.is_down:
+            raise ConnectionError
+        return self.found
+
+
+def discovery(fleet: FakeFleet, registry: WorkerRegistry | FakeRegistry, *, tls_only: bool = False) -> WorkerDiscovery:
+    found = cast("WorkerRegistry", registry)
+    return WorkerDiscovery(cast("Fleet", fleet), found, ["mini"], poll_s=60.0, tls_only=tls_only)
 
 
 @asynchronous
@@ -158,6 +173,62 @@ async def test_entries_that_cannot_be_used_are_left_out(redis: Redis, caplog: py
         assert caplog.text.count("TLS is required") == 1  # said once
         assert "the registry's entry for tcp://a:1 cannot be read" in caplog.text
         await client.aclose()
+
+
+@asynchronous
+async def test_a_server_with_certificates_connects_to_no_worker_without_tls(caplog: pytest.LogCaptureFixture) -> None:
+    plain, secured = worker(1), worker(2, address="tls://10.0.0.5:9002")
+    registry = FakeRegistry(plain, secured)
+    for tls_only, numbers in ((False, [1, 2]), (True, [2])):
+        fleet = FakeFleet()
+        found = discovery(fleet, registry, tls_only=tls_only)
+        with caplog.at_level(logging.WARNING):
+            await found.turn()
+            await found.turn()
+        assert fleet.numbers == numbers
+        assert (found.announcement(plain.address) is None) == tls_only
+        assert caplog.text.count("has no TLS, but [workers] has certificates") == tls_only  # said once
+
+
+@pytest.mark.parametrize(("cert_file", "numbers"), [("", [1]), ("server.pem", [])])
+@asynchronous
+async def test_certificates_in_the_configuration_require_tls_of_announced_workers(
+    cert_file: str, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    section = WorkersConfig(cert_file=cert_file, redis_env="REGISTRY")
+    config = Config(models={"mini": ModelConfig(discover_workers=True)}, workers=section)
+    fleet = FakeFleet()
+    found = WorkerDiscovery.from_config(config, cast("Fleet", fleet), {"REGISTRY": "redis://127.0.0.1:1"})
+    assert found is not None
+    monkeypatch.setattr(WorkerRegistry, "workers", lambda registry: FakeRegistry(worker(1)).workers())
+    await found.turn()
+    assert fleet.numbers == numbers
+
+
+@asynchronous
+async def test_a_worker_is_known_by_one_address_however_it_is_written() -> None:
+    client = EngineClient([])
+    added: list[str] = []
+
+    class ClientFleet(FakeFleet):
+        def replicas(self, name: str) -> list[ReplicaState]:
+            return client.replicas()
+
+        def add_worker(self, name: str, address: str) -> None:
+            added.append(address)
+            client.add_replica(address, discovered=True)
+
+    registry = FakeRegistry(worker(1, address="tls://Worker.Test:09001"), worker(2, address="tls://[0:0::1]:9002"))
+    found = discovery(ClientFleet(), registry)
+    try:
+        await found.turn()
+        await found.turn()
+        assert added == [each.address for each in client.replicas()]
+        assert len(added) == 2
+        assert all(found.announcement(address) for address in added)
+    finally:
+        await client.close()
 
 
 @asynchronous

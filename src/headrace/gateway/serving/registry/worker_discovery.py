@@ -12,6 +12,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from headrace.config import Config
 from headrace.config.environment import required_secret
 from headrace.engine.process.submission import ReplicaState
@@ -45,12 +47,15 @@ def changes(known: Sequence[ReplicaState], announced: Iterable[WorkerAnnouncemen
 class WorkerDiscovery:
     """All of it belongs to one event loop."""
 
-    def __init__(self, fleet: Fleet, registry: WorkerRegistry, models: Sequence[str], *, poll_s: float) -> None:
-        """`models` are those that take workers from the registry."""
+    def __init__(
+        self, fleet: Fleet, registry: WorkerRegistry, models: Sequence[str], *, poll_s: float, tls_only: bool = False
+    ) -> None:
+        """`models` are those that take workers from the registry. `tls_only`: ignore workers without TLS."""
         self._fleet = fleet
         self._registry = registry
         self._models = models
         self._poll_s = poll_s
+        self._tls_only = tls_only
         self._announced: dict[str, WorkerAnnouncement] = {}  # by address
         self._rejected: set[str] = set()  # addresses that were logged as invalid
         self.answers = True  # the registry's last answer was one
@@ -64,7 +69,8 @@ class WorkerDiscovery:
             return None
         url = required_secret(environ, section.redis_env, "workers.redis_env")
         client = connect(url, seconds=section.wait_ms / 1e3, used_for="registry of workers")
-        return cls(fleet, WorkerRegistry(client, namespace=section.namespace), models, poll_s=section.poll_s)
+        registry = WorkerRegistry(client, namespace=section.namespace)
+        return cls(fleet, registry, models, poll_s=section.poll_s, tls_only=bool(section.cert_file))
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -87,7 +93,8 @@ class WorkerDiscovery:
         if not self.answers:
             log.info("the registry of workers answers again")
         self.answers = True
-        self._announced = {each.address: each for each in found if self._is_valid(each.address)}
+        usable = [(self._usable_address(each.address), each) for each in found]
+        self._announced = {address: replace(each, address=address) for address, each in usable if address}
         for model in self._models:
             await self._follow(model)
 
@@ -107,14 +114,24 @@ class WorkerDiscovery:
         for each in announced:
             self._fleet.note_sequences(model, each.address, each.sequences)
 
-    def _is_valid(self, address: str) -> bool:
+    def _usable_address(self, text: str) -> str:
+        """Return a worker's address as the fleet writes it; empty if servers may not connect to it."""
         try:
-            return parse_address(address).is_remote
+            address = parse_address(text)
         except WorkerAddressError as error:
-            if address not in self._rejected and len(self._rejected) < _MOST:
-                self._rejected.add(address)
-                log.warning("the registry names a worker that cannot be used: %s", error)
-            return False
+            self._reject(text, str(error))
+            return ""
+        if not address.is_remote:
+            return ""
+        if self._tls_only and not address.tls:
+            self._reject(text, f"The worker address {text!r} has no TLS, but [workers] has certificates.")
+            return ""
+        return str(address)
+
+    def _reject(self, text: str, why: str) -> None:
+        if text not in self._rejected and len(self._rejected) < _MOST:
+            self._rejected.add(text)
+            log.warning("the registry names a worker that cannot be used: %s", why)
 
 
 def _why(error: Exception) -> str:
