@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from headrace.config import KeyConfig, PriceConfig
 from headrace.config.cache_section import ExactConfig
-from headrace.config.routing_section import RewriteConfig, RoutingConfig
-from tests.gateway.routing.test_routing_served import content, routed
+from headrace.config.routing_section import ChainConfig, GoldenConfig, RewriteConfig, RoutingConfig, StepConfig
+from tests.gateway.routing.test_routing_served import LOST, content, routed
 from tests.support.caching_server import KEYS, RED
-from tests.support.running_server import asynchronous, words
+from tests.support.running_server import asynchronous, fails, words
 
 PRICES = {"mini": PriceConfig(input=10.0, output=100.0), "calm": PriceConfig(input=1.0, output=10.0)}
 
@@ -99,3 +101,34 @@ async def test_a_key_without_the_rewriters_model_gets_the_draft_and_is_told(tmp_
         assert (len(engines["mini"].streams), len(engines["calm"].streams)) == (2, 0)
         allowed = await running.chat("Hello", key=RED, temperature=0.9)
         assert allowed.json["model"] == "calm"
+
+
+@asynchronous
+async def test_a_sampled_answer_of_a_fallback_is_no_rewrite_even_by_the_rewriter(tmp_path: Path) -> None:
+    routing = replace(
+        rewriting(surfaces=("chat",), variant="calm"),
+        chains={"safe": ChainConfig(steps=(StepConfig(variant="mini"), StepConfig(variant="calm")))},
+    )
+    async with routed(tmp_path, routing, "calm", exact=CACHE) as (running, engines):
+        engines["mini"].answer = fails(LOST)
+        for count in (1, 2):
+            answer = await running.chat("Hello", key=RED, temperature=0.9, stream=True)
+            assert (answer.status, answer.text) == (200, "calm says so")
+            assert "x-headrace-cache" not in answer.headers
+            assert len(engines["calm"].streams) == count
+        assert engines["calm"].streams[0].request.sampling.temperature == 0.9
+
+
+@asynchronous
+async def test_a_golden_answer_instead_of_a_rewrite_is_neither_marked_nor_cached(tmp_path: Path) -> None:
+    routing = replace(
+        rewriting(surfaces=("chat",), variant="calm"), golden=GoldenConfig(checks=("citations",), variant="calm")
+    )
+    async with routed(tmp_path, routing, "calm", exact=CACHE) as (running, engines):
+        engines["mini"].answer = engines["calm"].answer = words("It is so [9].")
+        for count in (1, 2):
+            answer = await running.chat("Hello", key=RED, temperature=0.9, sources=[{"id": "a", "text": "It is so."}])
+            assert answer.headers["x-headrace-golden"] == "citations"
+            assert "x-headrace-cache" not in answer.headers
+            assert "rewrite" not in answer.json.get("headrace", {})
+            assert len(engines["calm"].streams) == 2 * count  # a rewrite and the golden answer

@@ -5,14 +5,14 @@ from __future__ import annotations
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TakeDelta
 from headrace.gateway.routing.composite_answerer import Answerer
-from headrace.gateway.routing.rewrite import has_kept_draft
+from headrace.gateway.routing.rewrite import was_rewritten
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
 
 
 def is_by_plan(exchange: Exchange, plan: RoutePlan) -> bool:
     """True if a variant of the plan answered, and not a fallback, and a draft was rewritten."""
-    return exchange.served.name in plan.variants and not (plan.rewrite is not None and has_kept_draft(exchange))
+    return exchange.served.name in plan.variants and (plan.rewrite is None or was_rewritten(exchange))
 
 
 class SharedGeneration:

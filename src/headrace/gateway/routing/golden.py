@@ -26,6 +26,7 @@ from headrace.gateway.routing.composite_answerer import (
     choice_count,
 )
 from headrace.gateway.routing.confidence import Confidence
+from headrace.gateway.routing.rewrite import drop_rewrite
 from headrace.gateway.serving.exchange import Exchange
 
 STAGE: Final = "golden"
@@ -159,6 +160,7 @@ class GoldenAnswerer(CompositeAnswerer):
         instead_of = self._first.exchange.served.name
         golden = self._start(self._make_golden(self.exchange.text_request))
         self.decisions.append(RoutingDecision(STAGE, golden.exchange.served.name, f"{instead_of}: {failed}"))
+        drop_rewrite(self.exchange)
         self._serve(golden)
         await golden.begin()
         if self.gone:

@@ -129,9 +129,15 @@ def _numbers(text: str) -> set[str]:
     return set(_NUMBER.findall(_CITATION.sub(" ", text)))
 
 
-def has_kept_draft(exchange: Exchange) -> bool:
-    """True if an answer that was to be rewritten is the draft."""
-    return "kept_draft" in exchange.notes.get(STAGE, {})
+def was_rewritten(exchange: Exchange) -> bool:
+    """True if the answer is a rewrite, and neither a draft nor another answer by the rewriter's variant."""
+    return "draft_variant" in exchange.notes.get(STAGE, {})
+
+
+def drop_rewrite(exchange: Exchange) -> None:
+    """Note that another answer is served instead of what was rewritten, or kept as a draft."""
+    exchange.notes.pop(STAGE, None)
+    exchange.log_fields.pop("rewritten_by", None)
 
 
 class RewriteAnswerer(CompositeAnswerer):
