@@ -322,7 +322,11 @@ class Engine:
         now = self._clock()
         self._events += self.scheduler.expire(now)
         if self.speculator is not None and self._decoding:
-            self._draft(self.speculator, self._decoding)
+            # Some may have ended since the last step, by a cancel or a deadline.
+            decoding = [sequence for sequence in self._decoding if sequence.finish is None]
+            self._decoding = []
+            if decoding:
+                self._draft(self.speculator, decoding)
         plan = self.scheduler.plan(now)
         if self._tiers is not None:
             self._tiers.save_evicted()  # before the step writes into their blocks
