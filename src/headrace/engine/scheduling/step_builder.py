@@ -143,9 +143,11 @@ class StepBuilder:
         for place in reversed(range(len(self.shares))):
             if rows <= 0:
                 return
-            drafts = self.shares[place].sequence.drafted
-            fewer = min(rows, len(drafts))
-            if fewer:
+            sequence = self.shares[place].sequence
+            drafts = sequence.drafted
+            # A prompt has no rows of drafts, even if the engine drafted for it as a stream.
+            fewer = min(rows, self.shares[place].count - (len(sequence.tokens) - sequence.computed))
+            if fewer > 0:
                 del drafts[len(drafts) - fewer :]
                 self._set(place, self.shares[place].count - fewer)
                 rows -= fewer
