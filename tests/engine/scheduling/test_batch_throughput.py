@@ -80,6 +80,22 @@ def test_batches_step_aside_in_one_step(machine: Machine, gap: float) -> None:
     assert all(machine.finish(each) is not None for each in batch)
 
 
+def test_prompts_of_batches_do_not_lengthen_the_first_step_of_a_chat() -> None:
+    limits = SchedulerLimits(max_sequences=64, max_rows=2048)
+    machine = Machine(BlockManager(16_384), limits=limits, policy=THROUGHPUT)
+    for number in range(30):
+        machine.must(f"batch {number}", 3000, surface="batch", max_tokens=20)
+    machine.run(steps=6)
+    plan = machine.plan()
+    assert plan is not None
+    chat = machine.must("chat", 100, max_tokens=1)
+    machine.settle(plan)
+    step = machine.step()
+    assert step is not None
+    assert [share.sequence for share in step.shares] == [chat]
+    machine.run()
+
+
 def test_a_beginning_waits_no_longer_than_its_group(machine: Machine) -> None:
     seconds = THROUGHPUT.batch_group
     early = machine.must("early", 100, surface="batch", arrival=0.0)

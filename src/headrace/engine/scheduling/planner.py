@@ -278,12 +278,11 @@ class Planner:
             self._fill_prompts(step, prompts, bounds, now, over=True)
         # Background work gets at least the rows that it is owed, so that it makes progress.
         sure = self._owed >= least or self._is_idle(step)
+        bound = long if running.decoding else math.inf
+        if self._policy.batch_step and not running.decoding and any(not job.background for job in step.jobs):
+            bound = long = 0.0  # somebody waits for the first token of this step: it is not made longer
         self._give(step, prompts, BACKGROUND, long, now, least=least if sure else 0)
         if not hidden and running.background:
-            bound = long if running.decoding else math.inf
-            waited_for = any(not job.background for job in step.jobs)
-            if self._policy.batch_step and not running.decoding and waited_for:
-                bound = 0.0  # somebody waits for the first token of this step: it is not made longer
             running.background = self._along(step, running.background, bound, _SKIPS)
         self._owe(step, rows)
         return step
