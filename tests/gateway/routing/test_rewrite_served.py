@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from headrace.config import KeyConfig, PriceConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import ChainConfig, GoldenConfig, RewriteConfig, RoutingConfig, StepConfig
-from tests.gateway.routing.test_routing_served import LOST, content, routed
+from tests.gateway.routing.test_routing_served import LOST, cascading, content, routed, sure
 from tests.support.caching_server import KEYS, RED
 from tests.support.running_server import asynchronous, fails, words
 
@@ -132,3 +132,28 @@ async def test_a_golden_answer_instead_of_a_rewrite_is_neither_marked_nor_cached
             assert "x-headrace-cache" not in answer.headers
             assert "rewrite" not in answer.json.get("headrace", {})
             assert len(engines["calm"].streams) == 2 * count  # a rewrite and the golden answer
+
+
+@asynchronous
+async def test_a_rewriter_with_other_files_finds_no_answers_of_the_old_one(tmp_path: Path) -> None:
+    async with routed(tmp_path, rewriting(surfaces=("chat",), variant="calm"), "calm", exact=CACHE) as (
+        running,
+        engines,
+    ):
+        fleet = running.server.services.fleet
+        calm = fleet.served["calm"]
+        for fingerprint, count in (("fp_calm", 1), ("fp_calm", 1), ("fp_calmer", 2), ("fp_calmer", 2), ("fp_calm", 2)):
+            fleet.served["calm"] = replace(calm, fingerprint=fingerprint)
+            assert content(await running.chat("Hello", key=RED, temperature=0.9)) == "calm says so"
+            assert len(engines["calm"].streams) == count
+
+
+@asynchronous
+async def test_a_cascade_whose_small_model_has_other_files_finds_no_answers_of_the_old_one(tmp_path: Path) -> None:
+    async with routed(tmp_path, cascading(), "small", exact=CACHE) as (running, engines):
+        engines["small"].answer = sure(-0.05, "surely ", "small")
+        fleet = running.server.services.fleet
+        for fingerprint, count in (("fp_small", 1), ("fp_small", 1), ("fp_other", 2)):
+            fleet.served["small"] = replace(fleet.served["small"], fingerprint=fingerprint)
+            assert content(await running.chat("Hello", key=RED)) == "surely small"
+            assert len(engines["small"].streams) == count

@@ -85,12 +85,19 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
         exchange.caller.tenant,
         exchange.text_request,
         semantic.embedder_for(exchange.caller, exchange.surface),
-        variant="\n".join((exchange.served.name, exchange.served.fingerprint, state.plan.recipe)),
+        variant="\n".join((exchange.served.name, exchange.served.fingerprint, _recipe(state, exchange))),
         surface=exchange.surface,
         scorer=semantic.scorer_for(exchange.caller, exchange.surface),
     )
     exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome)
     return lookup
+
+
+def _recipe(state: FlowState, exchange: Exchange) -> str:
+    """Return what makes the plan's answers others than the variant's own, with the files of the further variants."""
+    plan, variant = state.plan, state.services.fleet.variant
+    further = sorted(plan.further - {exchange.served.name})
+    return "\n".join((plan.recipe, *(f"{name} {variant(name).fingerprint}" for name in further)))
 
 
 async def _check_hit(services: Services, exchange: Exchange, lookup: SemanticLookup) -> None:
@@ -141,7 +148,7 @@ async def _look_up(state: FlowState, exchange: Exchange, *, stale: bool) -> Cach
         text_request=exchange.text_request,
         prompts=None if prompts is None else [prompt.tokens for prompt in prompts],
         seeded=exchange.text_request.seeded,
-        policy=f"{exact.config.policy}\n{state.plan.recipe}",
+        policy=f"{exact.config.policy}\n{_recipe(state, exchange)}",
         images=[image.image.digest for prompt in prompts or () for image in prompt.images],
     )
     began = time.monotonic()

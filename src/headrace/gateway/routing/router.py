@@ -79,7 +79,12 @@ class RoutePlan(msgspec.Struct, frozen=True):
     @property
     def variants(self) -> set[str]:
         """The variants whose answers are those of the plan, and not a fallback's."""
-        named = (self.variant, self.small, None if self.rewrite is None else self.rewrite.variant)
+        return {self.variant, *self.further}
+
+    @property
+    def further(self) -> set[str]:
+        """The variants that take part in its answers by design, beside `variant`."""
+        named = (self.small, None if self.rewrite is None else self.rewrite.variant)
         return {name for name in named if name is not None}
 
     def headers(self, later: Sequence[RoutingDecision] = ()) -> dict[str, str]:
