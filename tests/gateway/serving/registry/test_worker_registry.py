@@ -164,6 +164,8 @@ async def test_entries_that_cannot_be_used_are_left_out(redis: Redis, caplog: py
         for address, value in (("tcp://a:1", b"?"), ("tcp://a:2", b"x" * 9000), ("tcp://a:3", b"0" * 16 + b'{"id":1}')):
             await client.sadd("entries:workers", address)
             await client.set(f"entries:workers:{address}", value)
+        for number, running in ((5, 10**400), (6, -1), (7, 1_000_001)):
+            await registry.announce(worker(number, running=running), 60.0)
         found = discovery(fleet, registry)
         with caplog.at_level(logging.WARNING):
             await found.turn()
@@ -171,7 +173,8 @@ async def test_entries_that_cannot_be_used_are_left_out(redis: Redis, caplog: py
         assert fleet.numbers == [1]
         assert found.announcement(good.address) == good
         assert caplog.text.count("TLS is required") == 1  # said once
-        assert "the registry's entry for tcp://a:1 cannot be read" in caplog.text
+        for address in ("tcp://a:1", *(f"tcp://127.0.0.1:{9000 + number}" for number in (5, 6, 7))):
+            assert f"the registry's entry for {address} cannot be read" in caplog.text
         await client.aclose()
 
 
@@ -229,6 +232,46 @@ async def test_a_worker_is_known_by_one_address_however_it_is_written() -> None:
         assert all(found.announcement(address) for address in added)
     finally:
         await client.close()
+
+
+@asynchronous
+async def test_a_model_that_cannot_be_followed_holds_up_no_other_and_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class FailingFleet(FakeFleet):
+        fails = True
+
+        def replicas(self, name: str) -> list[ReplicaState]:
+            return [] if name == "large" else super().replicas(name)
+
+        def add_worker(self, name: str, address: str) -> None:
+            if name == "large" and self.fails:
+                raise OverflowError("too large")
+            super().add_worker(name, address)
+
+    fleet = FailingFleet()
+    registry = FakeRegistry(worker(1, model="large"), worker(2))
+    found = WorkerDiscovery(cast("Fleet", fleet), cast("WorkerRegistry", registry), ["large", "mini"], poll_s=60.0)
+    await found.turn()
+    await found.turn()
+    assert fleet.numbers == [2]
+    assert caplog.text.count("cannot follow the workers of large") == 1  # said once
+    fleet.fails = False
+    await found.turn()
+    assert fleet.numbers == [2, 1]
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+@asynchronous
+async def test_a_load_that_nobody_announces_any_more_is_forgotten(is_down: bool) -> None:
+    fleet, registry = FakeFleet(), FakeRegistry(worker(1, running=30, waiting=20), worker(2, running=4))
+    found = discovery(fleet, registry)
+    await found.turn()
+    assert list(fleet.sequences.values()) == [50, 4]
+    registry.found, registry.is_down = [worker(2, running=5)], is_down
+    await found.turn()
+    assert fleet.numbers == [1, 2]  # both still answer
+    assert list(fleet.sequences.values()) == [0, 0 if is_down else 5]
 
 
 @asynchronous

@@ -58,6 +58,7 @@ class WorkerDiscovery:
         self._tls_only = tls_only
         self._announced: dict[str, WorkerAnnouncement] = {}  # by address
         self._rejected: set[str] = set()  # addresses that were logged as invalid
+        self._failing: set[str] = set()  # models whose workers could not be followed at the last look
         self.answers = True  # the registry's last answer was one
 
     @classmethod
@@ -89,6 +90,8 @@ class WorkerDiscovery:
             if self.answers:
                 log.warning("the registry of workers does not answer (%s); keeping those that are known", _why(error))
             self.answers = False
+            for model in self._models:
+                self._note_loads(model, [])
             return
         if not self.answers:
             log.info("the registry of workers answers again")
@@ -96,7 +99,13 @@ class WorkerDiscovery:
         usable = [(self._usable_address(each.address), each) for each in found]
         self._announced = {address: replace(each, address=address) for address, each in usable if address}
         for model in self._models:
-            await self._follow(model)
+            try:
+                await self._follow(model)
+                self._failing.discard(model)
+            except Exception:  # the next look tries again
+                if model not in self._failing:
+                    log.exception("cannot follow the workers of %s that the registry names; trying again", model)
+                self._failing.add(model)
 
     def announcement(self, address: str) -> WorkerAnnouncement | None:
         """Return what the worker at an address said of itself, as of the last look."""
@@ -111,8 +120,13 @@ class WorkerDiscovery:
         for address in lost:
             log.info("the worker of %s at %s is gone", model, address)
             await self._fleet.remove_worker(model, address)
-        for each in announced:
-            self._fleet.note_sequences(model, each.address, each.sequences)
+        self._note_loads(model, announced)
+
+    def _note_loads(self, model: str, announced: Iterable[WorkerAnnouncement]) -> None:
+        """Tell the fleet how many sequences each worker has. A worker that is not announced counts as idle."""
+        loads = {each.address: each.sequences for each in announced}
+        for each in self._fleet.replicas(model):
+            self._fleet.note_sequences(model, each.address, loads.get(each.address, 0))
 
     def _usable_address(self, text: str) -> str:
         """Return a worker's address as the fleet writes it; empty if servers may not connect to it."""

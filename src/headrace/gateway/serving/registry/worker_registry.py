@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 log: Final = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ if value and string.sub(value, 1, {_ID}) == ARGV[1] then
 end
 """
 
+# What others wrote is bounded, so that it can be computed with.
+Sequences = Annotated[int, Meta(ge=0, le=1_000_000)]
+
 
 class WorkerAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of itself."""
@@ -39,8 +43,8 @@ class WorkerAnnouncement(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # of the model's files and options
     preemptible: bool = False
     draining: bool = False  # it takes nothing new and will exit
-    running: int | None = None  # sequences, of all servers; None while its engine does not answer
-    waiting: int | None = None
+    running: Sequences | None = None  # sequences, of all servers; None while its engine does not answer
+    waiting: Sequences | None = None
     kv_used_share: float | None = None
 
     @property
