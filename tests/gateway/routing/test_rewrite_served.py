@@ -6,11 +6,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.config import KeyConfig, PriceConfig
+from headrace.config import KeyConfig, PriceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import ChainConfig, GoldenConfig, RewriteConfig, RoutingConfig, StepConfig
+from tests.gateway.degradation.shaping.test_shaping_served import Pressed, ladder
 from tests.gateway.routing.test_routing_served import LOST, cascading, content, routed, sure
-from tests.support.caching_server import KEYS, RED
+from tests.support.caching_server import BLUE, KEYS, RED
 from tests.support.running_server import asynchronous, fails, words
 
 PRICES = {"mini": PriceConfig(input=10.0, output=100.0), "calm": PriceConfig(input=1.0, output=10.0)}
@@ -157,3 +158,22 @@ async def test_a_cascade_whose_small_model_has_other_files_finds_no_answers_of_t
             fleet.served["small"] = replace(fleet.served["small"], fingerprint=fingerprint)
             assert content(await running.chat("Hello", key=RED)) == "surely small"
             assert len(engines["small"].streams) == count
+
+
+@asynchronous
+async def test_under_pressure_the_draft_is_served_unless_the_request_or_its_tenant_declines(tmp_path: Path) -> None:
+    tenants = {"red": TenantConfig(), "blue": TenantConfig(ladder=False), "boss": TenantConfig()}
+    routing = rewriting(surfaces=("chat",), variant="calm")
+    surfaces = ladder("max_tokens", "stale", "refuse")
+    async with routed(tmp_path, routing, "calm", surfaces=surfaces, tenants=tenants) as (running, engines):
+        pressure = Pressed(running)
+        assert (await running.chat("Hello", key=RED, temperature=0.9)).json["model"] == "calm"
+        pressure.queue = {"red": 1.0, "blue": 1.0}
+        draft = await running.chat("Hello", key=RED, temperature=0.9)
+        assert draft.json["model"] == "mini"
+        assert draft.json["headrace"]["rewrite"] == {"kept_draft": "the surface is under pressure"}
+        for key, changes in ((RED, {"degrade": "off"}), (BLUE, {})):
+            answer = await running.chat("Hello", key=key, temperature=0.9, **changes)
+            assert (answer.status, answer.json["model"]) == (200, "calm")
+            assert "x-headrace-degraded" not in answer.headers
+        assert len(engines["calm"].streams) == 3

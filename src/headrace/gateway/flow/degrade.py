@@ -38,7 +38,8 @@ def degrade(state: FlowState) -> None:
     level = services.ladder.decide(exchange.surface, degradation.signals, scope=degradation.scope)
     if not level.number:
         return
-    degradation.plan = plan = plan_degradation(level, text_request, allowed_steps(exchange))
+    allowed = allowed_steps(exchange)
+    degradation.plan = plan = plan_degradation(level, text_request, allowed)
     degradation.original = derive_exchange(exchange, served, text_request)
     # No other variant gives the answers of an adapter.
     smaller = (
@@ -49,7 +50,7 @@ def degrade(state: FlowState) -> None:
         exchange.served = services.fleet.served[smaller]
         state.plan = RoutePlan(smaller, rewrite=state.plan.rewrite, decisions=state.plan.decisions)
         degradation.record.add("variant", ShapingChange("variant", served.name, smaller))
-    if state.plan.rewrite is not None:  # a second pass costs as much as the first
+    if state.plan.rewrite is not None and allowed.degrades:  # a second pass costs as much as the first
         state.plan = replace(state.plan, serves_draft=True)
     exchange.text_request, changes = cap_answer(text_request, plan)
     degradation.record.add("max_tokens", *changes)

@@ -42,6 +42,11 @@ class AllowedSteps(msgspec.Struct, frozen=True):
         allowed.add("refuse")
         return cls(frozenset(allowed))
 
+    @property
+    def degrades(self) -> bool:
+        """True if the answer may be another than without pressure."""
+        return bool(self.steps - {"refuse"})
+
 
 class DegradationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The changes that a level asks for. None of them has been made yet."""
