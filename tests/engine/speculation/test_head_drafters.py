@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.interface.request import GenerationRequest, open_sequence
 from headrace.engine.speculation.eagle import EagleDrafter
 from headrace.engine.speculation.head_drafter import HeadDrafter
 from headrace.engine.speculation.speculator import Speculator
@@ -21,10 +23,12 @@ from headrace.models.draft_heads import (
     eagle_config,
     eagle_shapes,
     eagle_spec,
+    open_draft_heads,
     write_eagle,
     write_medusa,
 )
 from headrace.models.model_folder import open_model
+from headrace.models.precision import parse_precision
 
 PROMPTS = [[5, 9, 30, 41, 7], [100, 20, 21, 22, 23, 24], list(range(40, 80))]
 COMMON: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 1, "context": 128, "checks": True}
@@ -104,8 +108,6 @@ def test_heads_propose_what_their_blocks_say(tiny_folder: Path, folders: dict[st
         drafter.propose_all = watched
         llm.generate([PROMPTS[0]], max_tokens=8, temperature=0.0, ignore_eos=True)
         products = llm.opened.executor.products
-        from headrace.models.draft_heads import open_draft_heads
-
         heads = open_draft_heads(folders["medusa"], products.spec)
         assert isinstance(heads, MedusaHeads)
         assert heads.tokens is not None
@@ -118,6 +120,44 @@ def test_heads_propose_what_their_blocks_say(tiny_folder: Path, folders: dict[st
                 assert draft == heads.tokens[int(logits.argmax())]
                 checked += 1
         assert checked >= 3
+
+
+def test_states_that_wait_for_a_draft_are_bounded(tiny_folder: Path, folders: dict[str, Path]) -> None:
+    with LLM(tiny_folder, **COMMON, speculation="none", max_rows=8) as llm:
+        executor = llm.opened.executor
+        layer = open_draft_heads(folders["eagle"], executor.spec)
+        assert isinstance(executor, CpuExecutor)
+        assert isinstance(layer, EagleLayer)
+        states = np.random.default_rng(3).normal(size=(42, executor.spec.hidden_size)).astype(np.float32)
+        drafter, late = (EagleDrafter(executor, layer, parse_precision("f32")) for _ in range(2))
+        sequence = open_sequence(GenerationRequest(id="r", prompt=(5, 9, 30), max_tokens=60), 0, 0)
+        dropped: list[Any] = []
+        drop = drafter._drop  # pyright: ignore[reportPrivateUsage]
+        drafter._drop = lambda past: (dropped.append(past), drop(past))[1]  # pyright: ignore[reportPrivateUsage]
+
+        def verify(place: int, *drafters: EagleDrafter) -> None:
+            for each in drafters:
+                each.read_states(sequence, len(sequence.tokens) - 1, states[place : place + 1])
+            sequence.append([7 + place])
+
+        for place in range(40):
+            verify(place, *([drafter] if place < 32 else [drafter, late]))
+            past = drafter._pasts[id(sequence)]  # pyright: ignore[reportPrivateUsage]
+            assert past.waits == sum(map(len, past.waiting)) <= 16
+        # It drafts from the newest states alone, and goes on from there.
+        expected = late.propose_all([(sequence, 3)])
+        assert drafter.propose_all([(sequence, 3)]) == expected
+        assert len(expected[0]) == 3
+        for place in (40, 41):
+            verify(place, drafter, late)
+            assert drafter.propose_all([(sequence, 3)]) == late.propose_all([(sequence, 3)]) != [[]]
+        assert past.computed == 10
+        assert not dropped
+        drafter.forget(sequence)
+        assert dropped == [past]
+        assert drafter.free_blocks == executor.capacity.blocks
+        drafter.close()
+        late.close()
 
 
 def test_recorded_states_are_what_the_tokens_were_chosen_from(tiny_folder: Path) -> None:

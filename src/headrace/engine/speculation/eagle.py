@@ -25,18 +25,37 @@ from headrace.models.precision import Precision
 
 
 class _Past(msgspec.Struct, eq=False):
-    """A sequence in the layer. Its KV holds `computed` places from the token `first` on."""
+    """A sequence in the layer. Its KV holds `computed` places; the last is that of the token before
+    `first + computed`."""
 
     sequence: SequenceState
     first: int
     computed: int = 0
     blocks: list[int] = []
     waiting: list[Floats] = []  # verified hidden states that are not computed yet: each [tokens, hidden]
+    waits: int = 0  # tokens of `waiting`
 
     @property
     def known(self) -> int:
         """The token after the last whose hidden state is known."""
-        return self.first + self.computed + sum(map(len, self.waiting))
+        return self.first + self.computed + self.waits
+
+    def add(self, states: Floats) -> None:
+        self.waiting.append(states)
+        self.waits += len(states)
+
+    def shorten(self, most: int) -> Floats:
+        """Leave all but the newest `most` waiting states out of the layer's context, and return those."""
+        states = self.waiting[0] if len(self.waiting) == 1 else np.concatenate(self.waiting)
+        self.first += max(0, len(states) - most)
+        states = states[-most:]
+        self.waiting, self.waits = [states], len(states)
+        return states
+
+    def advance(self) -> None:
+        """Take the waiting states as computed."""
+        self.computed += self.waits
+        self.waiting, self.waits = [], 0
 
 
 class _Work(msgspec.Struct, eq=False):
@@ -75,7 +94,11 @@ class EagleDrafter(HeadDrafter):
             past = None
         if past is None:
             past = self._pasts[id(sequence)] = _Past(sequence, first)
-        past.waiting.append(states.copy())
+        past.add(states.copy())
+        # While nothing is drafted, keep no more than a pass can read.
+        most = self._layer.capacity.max_rows
+        if past.waits > 2 * most:
+            past.shorten(most)
 
     def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
         """Return drafts for each sequence; none if memory is short or its newest hidden state is not known."""
@@ -104,10 +127,8 @@ class EagleDrafter(HeadDrafter):
         if past is None or not past.waiting or past.known != len(tokens) - 1:
             return None
         self._pasts.move_to_end(id(sequence))
-        states = past.waiting[0] if len(past.waiting) == 1 else np.concatenate(past.waiting)
         capacity = self._layer.capacity
-        # What does not fit a step is left out of the layer's context.
-        states = states[-capacity.max_rows :]
+        states = past.shorten(capacity.max_rows)  # what fits a step
         total = past.computed + len(states) + most - 1
         if total > capacity.context or not self._grow(past, -(-total // capacity.block_tokens)):
             return None
@@ -169,8 +190,7 @@ class EagleDrafter(HeadDrafter):
             if work.drafts:
                 work.ahead += count
             else:
-                work.past.computed += count
-                work.past.waiting = []
+                work.past.advance()
         self._choose(taken, result.values, result.final_states)
         self.step_time.observe(rows, sum(map(pairs_of, starts, counts)), time.perf_counter() - began)
         return [work for work in taken if work.tokens]
