@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from headrace.config.routing_section import RewriteConfig
+from headrace.config.routing_section import GoldenConfig, RewriteConfig
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import Choice, RestartDelta, TextRequest, TokenUsage, Tool
+from headrace.gateway.routing.golden import GoldenAnswerer
 from headrace.gateway.routing.rewrite import (
     RewriteAnswerer,
     choose_rewrite,
@@ -160,6 +161,28 @@ async def test_a_late_rewrite_is_dropped_and_a_late_draft_is_passed_on() -> None
     assert await late_draft.run() is None
     assert late_draft.client.texts[0] == "a!"
     assert late_draft.stage.exchange.notes["rewrite"] == {"kept_draft": "the draft took more than 0.05 s"}
+
+
+@asynchronous
+async def test_a_golden_fallback_that_waits_no_longer_interrupts_the_rewrite_and_gets_the_draft() -> None:
+    inner = Rewritten(answer("It ", "is."), [said("It"), asyncio.Event()])
+    stage, client = inner.stage, Client()
+    golden = GoldenAnswerer(
+        stage.exchange,
+        lambda _: inner.answers,
+        stage.plays("gold"),
+        GoldenConfig(checks=("json",), within_s=0.02),
+        None,
+    )
+    assert await deliver(golden, client) is None
+    stage.check_settled()
+    assert client.texts[0] == "It is."
+    (rewriter,) = stage.made["calm"]
+    assert rewriter.gone
+    assert "gold" not in stage.made
+    assert stage.exchange.notes["rewrite"] == {"kept_draft": "the rewrite was interrupted"}
+    charges = [(each.variant, each.role, each.usage.output_tokens, each.charged) for each in golden.charges]
+    assert charges == [("mini", "answer", 2, True), ("calm", "broken", 1, False)]
 
 
 @asynchronous

@@ -197,8 +197,9 @@ class RewriteAnswerer(CompositeAnswerer):
         assert draft is not None
         why = None
         try:
-            async with asyncio.timeout(self._left_s()):
-                await draft.run(self._hold_draft)
+            if self._rewriter is None:
+                async with asyncio.timeout(self._left_s()):
+                    await draft.run(self._hold_draft)
         except TimeoutError:
             why = f"the draft took more than {self.config.within_s:g} s"
         if self.gone:
@@ -230,6 +231,9 @@ class RewriteAnswerer(CompositeAnswerer):
 
     def _why_kept(self) -> str | None:
         """Return why the draft is not rewritten; None if it is."""
+        if self._rewriter is not None:  # whoever held the answer lost patience and runs this again
+            self._rewriter.cancel()
+            return "the rewrite was interrupted"
         if not self._is_whole:
             return "the draft is too long"
         if self._choice.finish != "stop":
