@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.adapt.head_examples import HeadExample
 from headrace.cli import main
+from headrace.cli.making import adapt_heads
 from headrace.llm import LLM
 
 PROMPTS = ["The water wheel", "A queue is", "Three seasons are"]
@@ -21,8 +24,19 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def train(model: Path, data: Path, out: Path, *more: str) -> int:
-    sizes = ["--epochs", "1", "--answer-tokens", "8", "--drafts", "2", "--vocabulary", "300", "--threads", "1"]
+def train(model: Path, data: Path, out: Path, *more: str, answer_tokens: int = 8) -> int:
+    sizes = [
+        "--epochs",
+        "1",
+        "--answer-tokens",
+        str(answer_tokens),
+        "--drafts",
+        "2",
+        "--vocabulary",
+        "300",
+        "--threads",
+        "1",
+    ]
     return main(["adapt", str(model), "--data", str(data), "--out", str(out), *sizes, *more])
 
 
@@ -48,6 +62,24 @@ def test_heads_are_trained_and_served(
     assert "exists. Choose another name" in capsys.readouterr().err
 
 
+def test_prompts_have_room_beside_the_longest_answers(
+    tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def record(llm: LLM, documents: Any, most: int, watch: Any) -> list[HeadExample]:
+        context = llm.opened.executor.capacity.context
+        made.append({"context": context, "most": most})
+        states = np.ones((8, llm.opened.executor.spec.hidden_size), np.float32)
+        return [HeadExample(np.arange(8), states) for _ in documents]
+
+    monkeypatch.setattr(adapt_heads, "_record", record)
+    for count in (8, 2048):
+        assert train(tiny_folder, data, tmp_path / str(count), "--heads", "medusa", answer_tokens=count) == 0
+    assert made[0] == {"context": 2048, "most": 8}
+    assert made[-1] == {"context": 4096, "most": 2048}
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -55,7 +87,11 @@ def test_heads_are_trained_and_served(
         (["--heads", "medusa", "--merge", "x"], "Remove --merge"),
         (["--heads", "medusa", "--drafts", "99"], "'drafts' must be 1 to 16"),
         (["--heads", "medusa", "--vocabulary", "5"], "'vocabulary' must be at least"),
-        (["--heads", "eagle", "--answer-tokens", "2"], "'answer_tokens' must be 8 to 4096"),
+        (
+            ["--heads", "eagle", "--answer-tokens", "2"],
+            "'answer_tokens' must be 8 to 2048, half of the model's context",
+        ),
+        (["--heads", "medusa", "--answer-tokens", "2049"], "half of the model's context, not 2049"),
         (["--heads", "eagle", "--data", "missing.jsonl"], "There is no file missing.jsonl"),
         (["--heads", "llama"], "heads"),
     ],

@@ -30,6 +30,8 @@ from headrace.models.text.tokenizer import Tokenizer
 _HELD_OUT: Final = 0.1
 _LEAST_TOKENS: Final = 4  # of an answer that is learnt
 _LEAST_VOCABULARY: Final = 64
+_SHORTEST_ANSWER: Final = 8  # tokens
+_LONGEST_ANSWER: Final = 4096
 _AT_ONCE: Final = 32  # answers
 _CONTEXT: Final = 2048
 _PARTIAL: Final = ".partial"
@@ -55,8 +57,13 @@ def train_heads(
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
     if out.exists():
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
-    if not 8 <= answer_tokens <= 4096:
-        raise RequestError(f"'answer_tokens' must be 8 to 4096, not {answer_tokens}.", parameter="answer-tokens")
+    longest = min(_LONGEST_ANSWER, folder.spec.context // 2)
+    if not _SHORTEST_ANSWER <= answer_tokens <= longest:
+        why = ", half of the model's context" if longest < _LONGEST_ANSWER else ""
+        raise RequestError(
+            f"'answer_tokens' must be {_SHORTEST_ANSWER} to {longest}{why}, not {answer_tokens}.",
+            parameter="answer-tokens",
+        )
     if vocabulary < _LEAST_VOCABULARY:
         raise RequestError(
             f"'vocabulary' must be at least {_LEAST_VOCABULARY}, not {vocabulary}.", parameter="vocabulary"
@@ -75,7 +82,8 @@ def train_heads(
             weights=weights,
             threads=threads,
             speculation="none",
-            context=min(_CONTEXT, folder.spec.context),
+            # Prompts have at least as much of it as answers.
+            context=min(max(_CONTEXT, 2 * answer_tokens), folder.spec.context),
             max_sequences=_AT_ONCE,
         ) as llm,
     ):
