@@ -119,6 +119,25 @@ def test_training_raises_the_acceptance_of_what_is_learnt(recorded: Any, kind: s
     assert after.by_draft[0] > 0.5
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_answers_shorter_than_the_drafts_are_learnt(recorded: Any, kind: str) -> None:
+    _, spec, model, examples = recorded
+    short = [HeadExample(each.tokens[:4], each.states[:4]) for each in examples]
+    network: Any = (
+        MedusaNetwork(spec, 4)
+        if kind == "medusa"
+        else EagleNetwork(eagle_spec(ConfigJson(eagle_config(spec, base="t"), path=Path()), spec, spec.vocab_size), 0)
+    )
+    losses: list[float] = []
+    recipe = HeadRecipe(depth=4, epochs=8, batch=2, rate=4e-3)
+    HeadTraining(
+        network, model, recipe, learns_states=kind == "eagle", watch=lambda step, steps, loss: losses.append(loss)
+    ).run(short)
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    assert all(bool(torch.isfinite(value).all()) for value in network.trained.values())
+
+
 class _Known:
     """Predicts the first draft right and the second wrong."""
 

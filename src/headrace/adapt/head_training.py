@@ -123,6 +123,8 @@ class HeadTraining:
         for draft, states in enumerate(self._network.predict(batch.embedded, batch.states, self._recipe.depth)):
             learnt = batch.texts.clone()
             learnt[:, :draft] = False
+            if not learnt.any():
+                break  # the answers are shorter than the drafts
             logits = states[learnt] @ self._head.T
             loss = -(taught[learnt] * logits.log_softmax(-1)).sum(-1).mean()
             if self._learns_states:
