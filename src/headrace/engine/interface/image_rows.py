@@ -49,7 +49,8 @@ def check_images(images: Sequence[ImageRows], prompt_tokens: int, hidden_size: i
         if image.count < 1 or image.start < end or image.start + image.count > prompt_tokens:
             raise RequestError("The tokens of an image are outside the prompt or overlap.", parameter="images")
         end = image.start + image.count
-        if image.grid is not None and image.grid[0] * image.grid[1] != image.count:
+        grid = image.grid
+        if grid is not None and (min(grid) < 1 or grid[0] * grid[1] != image.count):
             raise RequestError(f"An image of {image.count} tokens has another grid: {image.grid}.", parameter="images")
         if len(image.data) != image.count * hidden_size * 4:
             raise RequestError(
