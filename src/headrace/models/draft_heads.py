@@ -212,6 +212,11 @@ def _read_eagle(path: Path, target: ModelSpec) -> EagleLayer:
     if config.size("num_hidden_layers", maximum=_MOST_SIZE, default=1) != 1:
         raise ModelError("EAGLE heads have one layer. Pass this folder as 'draft_model' if it is a model.", path=path)
     file = SafetensorsFile.open(path / SINGLE_FILE)
+    if any(name.removeprefix("model.").startswith("midlayer.") for name in file.tensors):
+        raise ModelError(
+            "This is an EAGLE-3 layer, which reads states of several layers. Expected EAGLE 1 or 2, or Medusa heads.",
+            path=path,
+        )
     if "fc.weight" not in file.tensors:
         raise ModelError("Has no tensor fc.weight, so it is no EAGLE layer.", path=file.path)
     tokens = _token_map(file, target)
