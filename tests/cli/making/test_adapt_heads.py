@@ -12,6 +12,7 @@ import pytest
 from headrace.adapt.head_examples import HeadExample
 from headrace.cli import main
 from headrace.cli.making import adapt_heads
+from headrace.errors import RequestError
 from headrace.llm import LLM
 
 PROMPTS = ["The water wheel", "A queue is", "Three seasons are"]
@@ -78,6 +79,34 @@ def test_prompts_have_room_beside_the_longest_answers(
         assert train(tiny_folder, data, tmp_path / str(count), "--heads", "medusa", answer_tokens=count) == 0
     assert made[0] == {"context": 2048, "most": 8}
     assert made[-1] == {"context": 4096, "most": 2048}
+
+
+def test_unfinished_work_of_another_run_is_left_alone(
+    tiny_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial = tmp_path / "heads.partial"
+    partial.mkdir()
+    (partial / "checkpoint").write_text("of an adapter")
+    assert train(tiny_folder, data, tmp_path / "heads", "--heads", "medusa") == 2
+    assert "heads.partial has unfinished work. Choose another name" in " ".join(capsys.readouterr().err.split())
+    assert (partial / "checkpoint").read_text() == "of an adapter"
+    assert not (tmp_path / "heads").exists()
+
+
+def test_a_training_that_fails_leaves_nothing(
+    tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+
+    def fail(*_: Any) -> list[HeadExample]:
+        seen.append((tmp_path / "heads.partial").is_dir())
+        raise RequestError("The answers have fewer than 4 tokens.", parameter="data")
+
+    monkeypatch.setattr(adapt_heads, "_record", fail)
+    assert train(tiny_folder, data, tmp_path / "heads", "--heads", "medusa") == 2
+    assert "fewer than 4 tokens" in capsys.readouterr().err
+    assert seen == [True]
+    assert [each.name for each in tmp_path.iterdir()] == [data.name]
 
 
 @pytest.mark.parametrize(

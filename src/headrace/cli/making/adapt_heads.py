@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -57,6 +59,8 @@ def train_heads(
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
     if out.exists():
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
+    if (partial := _partial(out)).exists():
+        raise RequestError(f"{partial} has unfinished work. Choose another name, or remove it first.", parameter="out")
     longest = min(_LONGEST_ANSWER, folder.spec.context // 2)
     if not _SHORTEST_ANSWER <= answer_tokens <= longest:
         why = ", half of the model's context" if longest < _LONGEST_ANSWER else ""
@@ -75,58 +79,56 @@ def train_heads(
     from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
     from headrace.adapt.head_training import HeadTraining
 
-    with (
-        EvaluationBar() as bar,
-        LLM(
-            folder,
-            weights=weights,
-            threads=threads,
-            speculation="none",
-            # Prompts have at least as much of it as answers.
-            context=min(max(_CONTEXT, 2 * answer_tokens), folder.spec.context),
-            max_sequences=_AT_ONCE,
-        ) as llm,
-    ):
-        total = len(asked) + len(held)
+    with _finished(out) as partial:
+        with (
+            EvaluationBar() as bar,
+            LLM(
+                folder,
+                weights=weights,
+                threads=threads,
+                speculation="none",
+                # Prompts have at least as much of it as answers.
+                context=min(max(_CONTEXT, 2 * answer_tokens), folder.spec.context),
+                max_sequences=_AT_ONCE,
+            ) as llm,
+        ):
+            total = len(asked) + len(held)
 
-        def asking(done: int) -> None:
-            bar.show(EvaluationProgress("the model's own answers", done, total))
+            def asking(done: int) -> None:
+                bar.show(EvaluationProgress("the model's own answers", done, total))
 
-        train = _record(llm, asked, answer_tokens, asking)
-        kept = _record(llm, held, answer_tokens, lambda done: asking(len(asked) + done))
-        tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, vocabulary)
-        products = llm.opened.executor.products
-        embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
-        every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
-        inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
-    torch.set_num_threads(threads)
-    config = eagle_config(folder.spec, base=model)
-    network = (
-        MedusaNetwork(folder.spec, recipe.depth)
-        if kind == "medusa"
-        else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(every)), recipe.seed)
-    )
-    with EvaluationBar() as bar:
+            train = _record(llm, asked, answer_tokens, asking)
+            kept = _record(llm, held, answer_tokens, lambda done: asking(len(asked) + done))
+            tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, vocabulary)
+            products = llm.opened.executor.products
+            embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
+            every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
+            inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
+        torch.set_num_threads(threads)
+        config = eagle_config(folder.spec, base=model)
+        network = (
+            MedusaNetwork(folder.spec, recipe.depth)
+            if kind == "medusa"
+            else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(every)), recipe.seed)
+        )
+        with EvaluationBar() as bar:
 
-        def training(step: int, steps: int, loss: float) -> None:
-            bar.show(EvaluationProgress(f"loss {loss:.3f}", step, steps))
+            def training(step: int, steps: int, loss: float) -> None:
+                bar.show(EvaluationProgress(f"loss {loss:.3f}", step, steps))
 
-        job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", watch=training)
-        job.run(train)
-    found = job.acceptance(kept, recipe.depth)
-    partial = out.with_name(out.name + _PARTIAL)
-    partial.mkdir(parents=True, exist_ok=True)
-    if isinstance(network, MedusaNetwork):
-        write_medusa(partial, network.heads(tokens), base=model)
-    else:
-        write_eagle(partial, network.layer(tokens), config)
-    lines = [
-        f"{sum(value.numel() for value in network.trained.values()):,} weights, trained on "
-        f"{sum(len(each.tokens) for each in train):,} tokens of {len(train):,} answers of {model}.",
-        f"On {len(kept):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} tokens.",
-    ]
-    (partial / "README.md").write_text(_card(kind, recipe, lines, found.by_draft, len(every)), encoding="utf-8")
-    partial.rename(out)
+            job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", watch=training)
+            job.run(train)
+        found = job.acceptance(kept, recipe.depth)
+        if isinstance(network, MedusaNetwork):
+            write_medusa(partial, network.heads(tokens), base=model)
+        else:
+            write_eagle(partial, network.layer(tokens), config)
+        lines = [
+            f"{sum(value.numel() for value in network.trained.values()):,} weights, trained on "
+            f"{sum(len(each.tokens) for each in train):,} tokens of {len(train):,} answers of {model}.",
+            f"On {len(kept):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} tokens.",
+        ]
+        (partial / "README.md").write_text(_card(kind, recipe, lines, found.by_draft, len(every)), encoding="utf-8")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     console.print(f"{out}: {' '.join(lines)}", soft_wrap=True)
     table = Table("draft", "accepted, if those before it were", box=None)
@@ -134,6 +136,23 @@ def train_heads(
         table.add_row(str(place), f"{share:.0%}")
     console.print(table)
     console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + _PARTIAL)
+
+
+@contextmanager
+def _finished(out: Path) -> Generator[Path]:
+    """Yield a new folder that becomes `out` when it is complete, and is removed if something fails."""
+    partial = _partial(out)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _prompts(data: Path, held_out: Path | None, seed: int) -> tuple[list[Document], list[Document]]:
