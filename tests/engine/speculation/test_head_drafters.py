@@ -29,6 +29,7 @@ from headrace.models.draft_heads import (
 )
 from headrace.models.model_folder import open_model
 from headrace.models.precision import parse_precision
+from tests.support.tiny_engine import one
 
 PROMPTS = [[5, 9, 30, 41, 7], [100, 20, 21, 22, 23, 24], list(range(40, 80))]
 COMMON: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 1, "context": 128, "checks": True}
@@ -90,6 +91,36 @@ def test_answers_are_the_same_bytes_with_heads(tiny_folder: Path, folders: dict[
             assert sum(each.usage.drafted for one in found for each in one.completions) > 0
         if isinstance(drafter, EagleDrafter):
             assert drafter.free_blocks == drafted.opened.executor.capacity.blocks
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_request_after_a_cancelled_one_has_its_own_drafts(
+    tiny_folder: Path, folders: dict[str, Path], kind: str
+) -> None:
+    own = {"speculation": "heads", "draft_heads": str(folders[kind]), "draft_weights": "f32"}
+    with LLM(tiny_folder, **COMMON, **own) as llm:
+        drafter = eager(llm)
+        seen: set[str] = set()
+        propose = drafter.propose_all
+        engine = llm.opened.engine
+
+        def watched(wanted: Any) -> list[list[int]]:
+            seen.update(sequence.request.id for sequence, _ in wanted)
+            return propose(wanted)
+
+        drafter.propose_all = watched
+        engine.submit(GenerationRequest(id="ended", prompt=tuple(PROMPTS[0]), max_tokens=40))
+        for _ in range(3):
+            engine.step()
+        assert seen == {"ended"}
+        seen.clear()
+        engine.cancel("ended")
+        engine.deliver()
+        answer = one(engine, GenerationRequest(id="next", prompt=tuple(PROMPTS[0]), max_tokens=6))
+        assert len(answer.tokens) == 6
+        assert seen == {"next"}
+        if isinstance(drafter, EagleDrafter):
+            assert drafter.free_blocks == llm.opened.executor.capacity.blocks
 
 
 def test_heads_propose_what_their_blocks_say(tiny_folder: Path, folders: dict[str, Path]) -> None:
