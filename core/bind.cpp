@@ -141,6 +141,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack(const Packed& packed) {
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack_rows(const Packed& packed, Array<int32_t, 1> rows) {
+  check_natural(rows, "rows");
   const int32_t* numbers = rows.data();
   const int64_t count = static_cast<int64_t>(rows.size());
   for (int64_t i = 0; i < count; ++i) {
@@ -151,7 +152,6 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> unpack_rows(const Packed& packed, Arr
   return unpack_channels(packed, count, [numbers](int64_t i) { return int64_t{numbers[i]}; });
 }
 
-// One product as a step computes it: quantises the rows where the weights are integers.
 // An empty name: none is applied, whatever is returned.
 Activation activation_named(const std::string& name) {
   if (name.empty() || name == "gelu") return Activation::kGelu;
@@ -160,6 +160,7 @@ Activation activation_named(const std::string& name) {
   refuse("unknown activation '" + name + "'");
 }
 
+// One product as a step computes it: quantises the rows where the weights are integers.
 void multiply(const Packed& packed, Array<float, 2> rows, MutableArray<float, 2> out, Pool& pool,
               const std::string& isa, nb::object bias, const std::string& activation) {
   const Layout& layout = packed.view.layout;
@@ -340,6 +341,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
+  if (!final_states.is_none() && hidden) refuse("hidden states have no final states beside them");
   const auto states_array = optional_states(final_states, args.wanted_count, w.hidden);
   if (!final_states.is_none()) args.final_states = states_array.data();
   const auto seconds = optional_numbers(second_texts, "second_texts", args.sequences);

@@ -49,6 +49,12 @@ def test_arrays_of_another_shape_are_refused(width: int) -> None:
         step(tiny, states=np.zeros((LENGTH, tiny.spec.hidden_size), np.float64))  # pyright: ignore[reportArgumentType]
 
 
+def test_hidden_states_have_none_beside_them() -> None:
+    tiny = Tiny(SPECS["plain"])
+    with pytest.raises(ValueError, match="hidden states have no final states beside them"):
+        step(tiny, hidden=True, states=np.zeros((LENGTH, tiny.spec.hidden_size), np.float32))
+
+
 @pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4-g32"])
 def test_single_rows_of_a_matrix_are_those_of_all(precision: str) -> None:
     values = np.random.default_rng(0).standard_normal((70, 64)).astype(np.float32)
@@ -58,3 +64,7 @@ def test_single_rows_of_a_matrix_are_those_of_all(precision: str) -> None:
     for wrong in (-1, 70):
         with pytest.raises(ValueError, match=f"row {wrong} does not exist"):
             packed.unpack_rows(np.array([wrong], dtype=np.int32))
+    between = np.frombuffer(b"\0" + rows.tobytes(), np.uint8)[1:].view(np.int32)
+    for unnatural in (np.repeat(rows, 2)[::2], between):
+        with pytest.raises((ValueError, TypeError)):
+            packed.unpack_rows(unnatural)
