@@ -15,11 +15,10 @@
 //          four 2i and in its bits 3..5 four 2i + 1; fours 6 and 7 have their lower two bits on top of rows 0 and 1,
 //          and their highest on top of row 2: so most codes take a shift and a mask, as int4's do
 //   tables of 16 values (nf4, fp4, mxfp4, iq4): as int4; a code stands for a byte of the table, which is what an int8
-//   code
-//          is, and a product has the bits that it has for int8
+//          code is, and a product has the bits that it has for int8
 //   int4, int3 and int2 by multiples: per block of four groups of 32 inputs: [32] f16 scales, four times [32] i8
-//   multiples, then the
-//          groups' codes as above; a last block may have fewer groups, but has room for four times its multiples
+//          multiples, then the groups' codes as above; a last block may have fewer groups, but has room for four times
+//          its multiples
 //
 // The rows of four inputs are what AMX, VNNI and maddubs multiply. A weight is gain * scale * (code - zero), or gain *
 // scale * multiple * (code - zero): sums of groups whose scales are whole numbers of one scale are added as whole
