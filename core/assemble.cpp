@@ -355,7 +355,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
       if (!owner.attends || owner.shares) refuse("a layer shares what another layer does not compute");
       layer.kv = owner.kv;
     } else {
-      layer.kv = layer.attends ? kv++ : 0;
+      layer.kv = layer.attends && w.causal ? kv++ : 0;
     }
     layer.state = layer.recurs ? state++ : 0;
   }

@@ -96,7 +96,7 @@ void Model::check_weights() const {
       shaped(layer.q_up, w_.heads * w_.head_size, w_.query_latent, name + ".attn.q_up");
       if (!layer.q_latent_norm.present()) refuse(name + " lacks the norm of its queries' latent");
     }
-    if (layer.shares && (w_.latent > 0 || w_.attention_gate || layer.recurs || !layer.attends)) {
+    if (layer.shares && (!w_.causal || w_.latent > 0 || w_.attention_gate || layer.recurs || !layer.attends)) {
       refuse(name + " cannot share keys and values");
     }
     if (layer.q_norm.present() != (layer.k_norm.present() || (layer.shares && layer.q_norm.present()))) {

@@ -49,6 +49,7 @@ float exponential(float x) { return static_cast<float>(std::exp(double{x})); }
 }  // namespace
 
 int64_t Model::kv_layers() const {
+  if (!w_.causal) return 1;  // a sequence is computed in one piece, so layers take turns with one layer's memory
   int64_t count = 0;
   for (const Layer& layer : w_.layers) count += layer.attends && !layer.shares ? 1 : 0;
   return std::max<int64_t>(1, count);

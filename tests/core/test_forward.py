@@ -9,7 +9,7 @@ import pytest
 
 import headrace._core as _core
 from headrace.models.precision import KvType, WeightFormat
-from headrace.models.spec import ModelSpec
+from headrace.models.spec import LayerSpec, ModelSpec
 from tests.core.reference import STORED, Doubles, bf16, exact, forward, int8_rows
 from tests.core.tiny import (
     ENCODER,
@@ -24,6 +24,7 @@ from tests.core.tiny import (
     packed_model,
     random_tensors,
     same_bits,
+    spec,
     text,
 )
 
@@ -54,6 +55,23 @@ def test_hidden_states_of_an_encoder_are_the_references(name: str, length: int, 
     tokens = text(length, model)
     found = Tiny(model, isa=isa).rows(tokens, range(7), hidden=True)
     assert off_by(found, forward(model, random_tensors(model), tokens, hidden=True)) < 3e-6
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_layers_of_an_encoder_take_turns_with_the_memory_of_one(name: str) -> None:
+    tiny = Tiny(ENCODERS[name])
+    model = tiny.spec
+    assert len(model.layers) > 1
+    assert tiny.model.kv_layers == model.kv_layers == 1
+    assert tiny.kv.bytes_per_block == _core.Kv.block_bytes(1, model.kv_heads, model.head_size, "f32")
+    assert Tiny(SPECS["plain"]).model.kv_layers == 2
+
+
+def test_layers_of_an_encoder_share_no_others_keys() -> None:
+    shared = (LayerSpec(), LayerSpec(shares=0))
+    Tiny(spec(layers=shared))
+    with pytest.raises(ValueError, match="cannot share keys and values"):
+        Tiny(spec(layers=shared, causal=False))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -112,7 +112,7 @@ def spoil(tiny: Tiny) -> None:
         heads=heads,
         kv_heads=heads,
         head_size=size,
-        layers=(SPECS["plain"].layers[0],) * len(tiny.spec.layers),
+        layers=(SPECS["plain"].layers[0],) * tiny.model.kv_layers,
         pre_norm=False,
         final_norm=False,
     )

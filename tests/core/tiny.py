@@ -348,10 +348,10 @@ class Tiny:
         tensors: CoreTensors | None = None,
     ) -> None:
         self.spec = model
-        self.kv = _core.Kv(len(model.layers), model.kv_heads, model.head_size, blocks, kv)
         self.pool = pool or _core.Pool(threads)
         held = packed_model(model, format, group) if tensors is None else tensors
         self.model = _core.Model(describe(model), held, self.pool, max_rows, isa)
+        self.kv = _core.Kv(self.model.kv_layers, model.kv_heads, model.head_size, blocks, kv)
 
     def step(self, shares: Sequence[Share], wanted: Iterable[int] | None = None, *, hidden: bool = False) -> Floats:
         """One step; the logits (or final hidden states) of the wanted rows, by default of all."""

@@ -306,8 +306,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_layers(self) -> int:
-        """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes."""
+        """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes.
+
+        Without a causal mask a sequence is computed in one piece, and layers take turns with the memory of one.
+        """
+        if not self.causal:
+            return 1
         return max(1, sum(layer.attends and layer.shares is None for layer in self.layers))
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend, to their own keys and values or to those of another layer."""
+        return sum(layer.attends for layer in self.layers)
 
     @property
     def state_floats(self) -> int:

@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from headrace.bench.planning.model_costs import model_costs
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, family_of, family_sources, model_spec
 from headrace.models.families.family import MODEL_TYPES
 from headrace.models.model_folder import open_model
+from headrace.models.precision import parse_plan
 from headrace.models.spec import ModelSpec, tensor_shapes
+from headrace.models.step_work import step_work
 from tests.models.tiny_configs import CONTEXT, WINDOW
 from tests.models.tiny_models import TINY, Reference, saved_config, spec_of
 
@@ -195,6 +198,21 @@ def test_a_published_config_of_gemma3n_shares_keys_and_values_by_kind() -> None:
     assert [layer.shares for layer in spec.layers[18:26]] == [None, None, 18, 18, 18, 18, 19, 18]
     assert [layer.window for layer in spec.layers[:6]] == [512] * 4 + [0, 512]
     assert [layer.gate_cutoff is None for layer in spec.layers[8:12]] == [False, False, True, True]
+
+
+def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> None:
+    def costs(name: str) -> tuple[int, int, float, float]:
+        spec = open_model(tiny(name).folder).spec
+        work = step_work(spec, parse_plan("f32"), 6.0 * spec.kv_layers)
+        planned = model_costs(spec, "bf16", "headrace")
+        assert work.operations_per_pair == planned.pair
+        assert planned.kv_read * spec.kv_layers == planned.kv_token * spec.attention_layers
+        return spec.kv_layers, spec.attention_layers, work.operations_per_pair / spec.q_size, work.kv_bytes_per_token
+
+    assert costs("llama") == (3, 3, 12.0, 18.0)
+    assert costs("gemma3n") == (3, 5, 20.0, 30.0)  # two layers read what others computed
+    assert costs("bert") == (1, 3, 12.0, 18.0)  # whose layers take turns with one layer's memory
+    assert costs("mamba2") == (1, 0, 0.0, 0.0)
 
 
 # How a config of transformers 4, and so nearly every one on the hub, says the same.

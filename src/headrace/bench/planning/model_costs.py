@@ -33,6 +33,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     weights: float  # bytes
     kv_token: float  # bytes of one token's KV
+    kv_read: float  # of them, those that a step reads, again for each layer that attends to another's
     shared: float  # bytes of weights that every step reads
     expert: float  # bytes of one expert in all layers; 0 for a dense model
     experts: int
@@ -77,12 +78,13 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         precision=precision,
         weights=shared + experts,
         kv_token=kv_token,
+        kv_read=kv_token * spec.attention_layers / spec.kv_layers,
         shared=shared if spec.tied else shared - embed,  # of a separate embedding a token reads one row
         expert=experts / count if count else 0.0,
         experts=count,
         chosen=spec.experts.top_k if spec.experts else 0,
         operations=2.0 * active_parameters(spec),
-        pair=4.0 * spec.q_size * spec.kv_layers,
+        pair=4.0 * spec.q_size * spec.attention_layers,
         layers=len(spec.layers),
         hidden=spec.hidden_size,
         row_bytes=2.0 * (6 * spec.hidden_size + 2 * spec.q_size + 3 * inner),

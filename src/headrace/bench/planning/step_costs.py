@@ -47,7 +47,7 @@ class RooflineCost(msgspec.Struct, frozen=True, kw_only=True):
         bandwidth = device.bandwidth * 1e9 * kind.bandwidth_share
         rate = device.rate(costs.precision, engine=kind.engine) * kind.compute_share
         pairs = streams * context + chunk * (before + prefill / 2.0)
-        kv_read = (streams * context + before + prefill if prefill else streams * context) * costs.kv_token
+        kv_read = (streams * context + before + prefill if prefill else streams * context) * costs.kv_read
         read = costs.read(round(rows)) / devices / bandwidth
         compute = (costs.operations * rows + costs.pair * pairs) / devices / rate
         return {
