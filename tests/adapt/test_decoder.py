@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.adapt.decoder import Decoder, check_trainable
 from headrace.adapt.recipe import AdaptRecipe
@@ -97,3 +99,23 @@ def test_weights_that_are_trained_for_a_precision_are_rounded_as_the_engine_roun
 def test_encoders_are_rejected(tiny: Callable[[str], Reference]) -> None:
     with pytest.raises(RequestError, match="is no decoder"):
         check_trainable(open_model(tiny("bert").folder).spec)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma3n-untied", "ministral3"])
+def test_decoders_that_it_would_compute_otherwise_are_rejected_by_name(
+    name: str, tiny: Callable[[str], Reference]
+) -> None:
+    spec = open_model(tiny(name).folder).spec
+    with pytest.raises(RequestError, match=f"cannot train {spec.architecture} yet"):
+        check_trainable(spec)
+
+
+@pytest.mark.parametrize("change", [{"shares": 0}, {"gate_cutoff": 1.0}, {"grows": True}])
+def test_a_layer_that_it_would_compute_otherwise_is_enough(
+    change: dict[str, Any], tiny: Callable[[str], Reference]
+) -> None:
+    spec = open_model(tiny("llama").folder).spec
+    check_trainable(spec)
+    last = replace(spec.layers[-1], **change)
+    with pytest.raises(RequestError, match="cannot train"):
+        check_trainable(replace(spec, layers=(*spec.layers[:-1], last)))

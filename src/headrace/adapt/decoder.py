@@ -51,7 +51,9 @@ def check_trainable(spec: ModelSpec) -> None:
         or spec.qk_norm == "each_head"
         or spec.embedding_norm
     )
-    positions = spec.alibi or spec.learned_positions
+    layers = any(layer.shares is not None or layer.gate_cutoff is not None for layer in spec.layers)
+    unlike = unlike or spec.streams or spec.value_norm or layers
+    positions = spec.alibi or spec.learned_positions or any(layer.grows for layer in spec.layers)
     if spec.experts or unlike or positions or spec.head_bias or spec.activation not in ACTIVATIONS:
         raise RequestError(
             f"`headrace adapt` cannot train {spec.architecture} yet: it takes decoders like Llama, without experts.",
