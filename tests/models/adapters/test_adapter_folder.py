@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from headrace.errors import ModelError
 from headrace.models.adapters.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from headrace.models.adapters.adapter_folder import ADAPTER_FILE, adapter_digest, read_adapter
+from headrace.models.formats.safetensors_file import SafetensorsFile
 from headrace.models.model_folder import open_model
 from tests.support.lora_folders import write_adapter_files, write_lora
 
@@ -127,3 +129,25 @@ def test_an_encoder_takes_no_adapter(tiny: Callable[[str], Any], tiny_folder: Pa
     path = write_lora(open_model(tiny_folder), tmp_path / "a")
     with pytest.raises(ModelError, match="Only decoders take adapters"):
         read_adapter(path, open_model(tiny("bert").folder))
+
+
+def test_keys_and_values_that_a_layer_does_not_read_are_left_out(tiny: Callable[[str], Any], tmp_path: Path) -> None:
+    folder = open_model(tiny("gemma3n").folder)
+    assert [layer.shares for layer in folder.spec.layers] == [None, None, None, 1, 2]
+    path = write_lora(folder, tmp_path / "a", targets=("q_proj", "k_proj", "v_proj"))
+    expected = read_adapter(path, folder)
+    file = SafetensorsFile.open(path / ADAPTER_FILE)
+    tensors = {name: file.dense(name).to_f32() for name in file.tensors}
+    owner = "base_model.model.model.layers.1.self_attn"
+    for layer in (3, 4):
+        for leaf in ("k_proj", "v_proj"):
+            for side in ("A", "B"):
+                name = f"{leaf}.lora_{side}.weight"
+                tensors[f"{owner.replace('s.1', f's.{layer}')}.{name}"] = tensors[f"{owner}.{name}"]
+    config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    found = read_adapter(write_adapter_files(tmp_path / "b", config, tensors), folder)
+    assert [part.module for part in found.parts] == [part.module for part in expected.parts]
+    assert not any(re.search(r"layers\.[34]\..*[kv]_proj", part.module) for part in found.parts)
+    tensors[f"{owner}.x_proj.lora_A.weight"] = tensors[f"{owner}.k_proj.lora_A.weight"]
+    with pytest.raises(ModelError, match="has no module"):
+        read_adapter(write_adapter_files(tmp_path / "c", config, tensors), folder)

@@ -78,9 +78,11 @@ def read_adapter(path: Path, folder: ModelFolder) -> AdapterWeights:
     file = SafetensorsFile.open(path / ADAPTER_FILE)
     sides = _sides(file)
     known = {module.name: module for module in adapter_modules(folder)}
+    unread = _unread(folder, known)
     parts = tuple(
         _part(file, module, names, config, _known(known, module, names, file, folder), folder)
         for module, names in sides.items()
+        if module not in unread
     )
     if not parts:
         raise ModelError("The file has no tensors.", path=file.path)
@@ -124,6 +126,18 @@ def _sides(file: SafetensorsFile) -> dict[str, dict[str, str]]:
             raise ModelError("This is no part of a LoRA adapter that can be served.", path=file.path, tensor=name)
         sides.setdefault(found["module"], {})[found["side"]] = name
     return sides
+
+
+def _unread(folder: ModelFolder, known: dict[str, AdapterModule]) -> frozenset[str]:
+    """Return the keys and values of layers that read another layer's. transformers has their modules, so PEFT saves
+    adapters for them, but computes nothing with them."""
+    queries = {module.tensor: name for name, module in known.items() if module.leaf == "q_proj"}
+    stems = (
+        queries[f"layers.{index}.attn.qkv"].removesuffix("q_proj")
+        for index, layer in enumerate(folder.spec.layers)
+        if layer.shares is not None
+    )
+    return frozenset(f"{stem}{leaf}" for stem in stems for leaf in ("k_proj", "v_proj"))
 
 
 def _known(
