@@ -11,8 +11,11 @@ import pytest
 
 from headrace.cli import WRONG_USAGE, main
 from headrace.config import ConfigError
+from headrace.engine.executors.memory import gib
+from headrace.models.vision.vision_folder import tower_bytes
 from headrace.server.config_checks import load_config
 from headrace.server.deployment_checks import check_deployment
+from tests.support.tiny_vision import write_vision_model
 
 Check = Callable[..., dict[str, str]]
 
@@ -43,7 +46,15 @@ def test_memory_that_this_machine_does_not_have_is_a_mistake(
     found = check(f"{text}100_000_000")["models.tiny.options.kv_tokens"]
     assert found.startswith("expected at most 1.0 GiB, the memory of this machine; found ")
     assert "KV cache for 100,000,000 tokens" in found
+    assert "image part" not in found
     assert check(f"{text}4096") == {}
+
+
+def test_the_image_part_counts_in_the_memory(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_MEMORY_GIB", "1")
+    folder = write_vision_model(tmp_path / "images")
+    found = check(f'[models.tiny]\npath = "{folder}"\noptions.kv_tokens = 100_000_000')["models.tiny.options.kv_tokens"]
+    assert found.endswith(f"tokens, besides {gib(tower_bytes(folder))} of the image part")
 
 
 def test_models_are_looked_for_and_opened(check: Check, tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:

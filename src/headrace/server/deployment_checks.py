@@ -112,10 +112,11 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
     # What is free now says little: the server that this configuration replaces may be running.
     if installed and need.total > installed:
         place = where if variant.kv_tokens is None else f"{where}.kv_tokens"
+        images = f", besides {gib(need.images)} of the image part" if need.images else ""
         yield (
             place,
             f"expected at most {gib(installed)}, the memory of this machine; found {gib(need.total)}: "
-            f"{gib(need.weights)} of weights and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens",
+            f"{gib(need.weights)} of weights and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{images}",
         )
 
 

@@ -15,17 +15,21 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from headrace.engine.executors.cpu_executor import CpuExecutor
+import headrace._core as _core
+from headrace.engine.executors.cpu_executor import CpuExecutor, memory_of
 from headrace.engine.executors.executor import StepBatch
 from headrace.engine.executors.image_encoder import ImageEncoder
 from headrace.engine.interface.image_rows import ImageRows
 from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import ModelError, RequestError
 from headrace.models.model_folder import open_model
+from headrace.models.packing import load_tensors
+from headrace.models.precision import parse_plan
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.vision.image_layout import ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
-from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision, read_layout
+from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision, read_layout, tower_bytes
+from headrace.variant import Variant
 from tests.support.tiny_engine import one, open_tiny, run
 from tests.support.tiny_vision import HIDDEN, picture, write_vision_model
 
@@ -280,3 +284,16 @@ def _tower(folder: Path) -> Any:
     from headrace.models.families.vision.towers import read_tower
 
     return read_tower(ConfigJson.read(folder / "config.json"))
+
+
+def test_the_image_part_counts_in_the_memory_of_a_served_model(tmp_path: Path) -> None:
+    path = write_vision_model(tmp_path)
+    vision = open_vision(path)
+    plan = parse_plan("bf16" if vision.stores_bf16 else "f32")
+    weights = load_tensors(vision.folder, plan, _core.Pool(1), cache=None).bytes
+    extras = sum(values.nbytes for values in vision.extras.values())
+    need = memory_of(open_model(path), Variant(model=str(path), context=64))
+    assert need.images == tower_bytes(path) == weights + extras > 0
+    assert need.total == need.weights + need.kv + need.images
+    (path / "preprocessor_config.json").write_text("{}")
+    assert tower_bytes(path) == 0  # it is not loaded

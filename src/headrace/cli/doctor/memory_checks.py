@@ -68,6 +68,9 @@ def _add(result: ConfiguredMemory, variant: Variant, replicas: int, shared: set[
         raise HeadraceError(f"{variant.model} is not on this machine")
     need = memory_of(open_model(path), variant)
     result.kv += need.kv * replicas
+    if (images := f"{path} images") not in shared:
+        shared.add(images)
+        result.weights += need.images
     packed = f"{path} {variant.weights} {variant.group} {variant.keep}"
     if not variant.cache:
         result.weights += need.weights * replicas

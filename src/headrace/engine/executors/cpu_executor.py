@@ -36,6 +36,7 @@ from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, p
 from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
 from headrace.models.spec import ModelSpec, RecurrentSpec, is_product
 from headrace.models.step_work import StepWork, step_work
+from headrace.models.vision.vision_folder import tower_bytes
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
@@ -76,10 +77,12 @@ def check_options(folder: ModelFolder, variant: Variant) -> None:
 
 
 def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
-    """Return the memory of a variant that `check_options` accepts, without its draft model. Reads no weights."""
+    """Return the memory of a variant that `check_options` accepts, served with its images and without its draft model.
+    Reads no weights."""
     plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
     context = default_context(folder.spec) if variant.context is None else variant.context
-    return _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens)
+    need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens)
+    return msgspec.structs.replace(need, images=tower_bytes(folder.path))
 
 
 def _memory_need(folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int, kv_tokens: int | None) -> MemoryNeed:

@@ -34,6 +34,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     kv_token: int  # KV memory of one token
     kv_tokens: int
     states: int = 0  # recurrent states
+    images: int = 0  # weights of the image part, where images are read
 
     @property
     def kv(self) -> int:
@@ -41,7 +42,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states
+        return self.weights + self.kv + self.states + self.images
 
 
 def check_memory(

@@ -5,6 +5,7 @@ A model without an image part that Headrace computes has none here, and reads te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from headrace.models.families.vision.towers import has_tower, read_tower
 from headrace.models.families.vision.vision_tower import Connector, TowerSpec, TowerTensor
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.model_folder import ModelFolder
+from headrace.models.packing import packed_size
+from headrace.models.precision import parse_plan
 from headrace.models.text.tokenizer_files import read_folder
 from headrace.models.vision import patch_layout, square_layout
 from headrace.models.vision.image_layout import ImageLayout, check_preprocessor, read_preprocessor
@@ -43,8 +46,7 @@ class VisionFolder(NamedTuple):
     @property
     def stores_bf16(self) -> bool:
         """Whether the files hold the tower in bf16, so that f32 would only take more memory."""
-        name = self.folder.sources["layers.0.attn.o"][0].name
-        return self.folder.weights.dense(name).dtype == "bf16"
+        return _stores_bf16(self.folder)
 
 
 def has_vision(path: Path) -> bool:
@@ -65,6 +67,26 @@ def read_layout(folder: Path, tower: TowerSpec) -> ImageLayout:
 
 def open_vision(path: Path) -> VisionFolder:
     """Open the image part of a model. ModelError if anything in it is wrong."""
+    tower, folder, weights = _open_tower(path)
+    extras = {extra.name: _extra(path, weights, extra) for extra in tower.extras}
+    return VisionFolder(tower, read_layout(path, tower), folder, extras)
+
+
+def tower_bytes(path: Path) -> int:
+    """Return the bytes of the image part's weights in memory; 0 for a model whose images are not read. Reads no
+    weights."""
+    if not has_vision(path):
+        return 0
+    try:
+        tower, folder, _ = _open_tower(path)
+        read_layout(path, tower)
+    except ModelError:
+        return 0  # the server says why when it opens the model, and serves text
+    plan = parse_plan("bf16" if _stores_bf16(folder) else "f32")
+    return packed_size(folder.spec, folder.shapes, plan) + sum(4 * math.prod(extra.shape) for extra in tower.extras)
+
+
+def _open_tower(path: Path) -> tuple[TowerSpec, ModelFolder, ModelWeights]:
     config = ConfigJson.read(path / "config.json")
     tower = read_tower(config)
     if config.has("quantization_config"):
@@ -76,8 +98,11 @@ def open_vision(path: Path) -> VisionFolder:
     sources = named_sources(spec, tower.names, names, prefix=prefix, layer=tower.layer)
     folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
-    extras = {extra.name: _extra(path, weights, extra) for extra in tower.extras}
-    return VisionFolder(tower, read_layout(path, tower), folder, extras)
+    return tower, folder, weights
+
+
+def _stores_bf16(folder: ModelFolder) -> bool:
+    return folder.weights.dense(folder.sources["layers.0.attn.o"][0].name).dtype == "bf16"
 
 
 def _extra(path: Path, weights: ModelWeights, extra: TowerTensor) -> NDArray[np.float32]:
