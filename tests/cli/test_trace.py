@@ -15,6 +15,7 @@ async def test_the_waterfall_names_every_stage(capsys: pytest.CaptureFixture[str
     async with serving() as server:
         server.engine.answer = words("a ", "b")
         answer = await (await server.client()).chat()
+        capsys.readouterr()  # the server's log
         code = await asyncio.to_thread(main, ["trace", answer.json["id"], "--url", server.server.url])
         shown = capsys.readouterr().out
         assert code == 0
