@@ -19,7 +19,7 @@ from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
     Clock,
-    CompositeAnswerer,
+    DecidingAnswerer,
     RoutingDecision,
     SettledCallback,
     VariantCharge,
@@ -33,7 +33,7 @@ from headrace.gateway.serving.exchange import Exchange
 _MAX_TOKENS: Final = 4096  # of each choice, after which the cascade decides in any case
 
 
-class CascadeAnswerer(CompositeAnswerer):
+class CascadeAnswerer(DecidingAnswerer):
     def __init__(
         self,
         exchange: Exchange,
@@ -77,19 +77,8 @@ class CascadeAnswerer(CompositeAnswerer):
             self.exchange.prompt_tokens = small.exchange.prompt_tokens
             self.exchange.shaped_at = small.exchange.shaped_at
 
-    async def run(self, take: TakeDelta) -> bool:
-        if self._serving is None and not await self._decide():
-            self._sum_up()
-            return True  # the client left
-        assert self._serving is not None
-        counting = self._counting(take)
-        if not self._hand_over(counting):
-            return False
-        passing = self._add_first_try(counting) if self.escalated else self._hide_logprobs(counting)
-        ended = await self._serving.run(passing)
-        if ended:
-            self._sum_up()
-        return ended
+    async def _run_serving(self, serving: Answerer, take: TakeDelta) -> bool:
+        return await serving.run(self._add_first_try(take) if self.escalated else self._hide_logprobs(take))
 
     async def _decide(self) -> bool:
         """Choose the model whose answer is served; False if the client left first."""

@@ -255,3 +255,28 @@ def charges_for(part: Answerer, role: str, *, charged: bool = True) -> list[Vari
         own = part.charges
         return own if charged else [msgspec.structs.replace(each, role=role, charged=False) for each in own]
     return [VariantCharge(part.exchange.served.name, part.exchange.usage, role, charged)]
+
+
+class DecidingAnswerer(CompositeAnswerer):
+    """A CompositeAnswerer that serves the answer of one part, once it has decided which."""
+
+    async def run(self, take: TakeDelta) -> bool:
+        if self._serving is None and not await self._decide():
+            self._sum_up()
+            return True  # the client left
+        assert self._serving is not None
+        counting = self._counting(take)
+        if not self._hand_over(counting):
+            return False
+        ended = await self._run_serving(self._serving, counting)
+        if ended:
+            self._sum_up()
+        return ended
+
+    @abstractmethod
+    async def _decide(self) -> bool:
+        """Choose the answer that is served; False if the client left first."""
+
+    async def _run_serving(self, serving: Answerer, take: TakeDelta) -> bool:
+        """Pass on what the served answer still has."""
+        return await serving.run(take)

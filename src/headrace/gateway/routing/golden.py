@@ -19,7 +19,7 @@ from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
     Clock,
-    CompositeAnswerer,
+    DecidingAnswerer,
     RoutingDecision,
     VariantCharge,
     charges_for,
@@ -36,7 +36,7 @@ _MOST_HELD: Final = 65_536  # deltas of an answer; a longer one is passed on
 AnswerCheck = Callable[[Sequence[Choice], Exchange], str | None]
 
 
-class GoldenAnswerer(CompositeAnswerer):
+class GoldenAnswerer(DecidingAnswerer):
     def __init__(
         self,
         exchange: Exchange,
@@ -74,19 +74,8 @@ class GoldenAnswerer(CompositeAnswerer):
         await first.begin()
         self.exchange.prompt_tokens, self.exchange.shaped_at = first.exchange.prompt_tokens, first.exchange.shaped_at
 
-    async def run(self, take: TakeDelta) -> bool:
-        if self._serving is None and not await self._decide():
-            self._sum_up()
-            return True  # the client left
-        assert self._serving is not None
-        counting = self._counting(take)
-        if not self._hand_over(counting):
-            return False
-        passing = counting if self._serving is not self._first else self._hide_logprobs(counting)
-        ended = await self._serving.run(passing)
-        if ended:
-            self._sum_up()
-        return ended
+    async def _run_serving(self, serving: Answerer, take: TakeDelta) -> bool:
+        return await serving.run(self._hide_logprobs(take) if serving is self._first else take)
 
     async def _decide(self) -> bool:
         """Hold the first answer, check it, and choose the one that is served; False if the client left first."""

@@ -18,12 +18,12 @@ from typing import Final
 from headrace.config.routing_section import HedgeConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
-from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta
+from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
     Clock,
-    CompositeAnswerer,
+    DecidingAnswerer,
     RoutingDecision,
     SettledCallback,
     VariantCharge,
@@ -104,7 +104,7 @@ class HedgePolicy:
         return self._idle() and self._allowance.take()
 
 
-class HedgedAnswerer(CompositeAnswerer):
+class HedgedAnswerer(DecidingAnswerer):
     def __init__(
         self,
         exchange: Exchange,
@@ -144,20 +144,9 @@ class HedgedAnswerer(CompositeAnswerer):
         self.exchange.prompt_tokens = first.exchange.prompt_tokens
         self.exchange.shaped_at = first.exchange.shaped_at
 
-    async def run(self, take: TakeDelta) -> bool:
-        if self._serving is None:
-            await self._race()
-        winner = self._serving
-        if winner is None:
-            self._sum_up()
-            return True  # the client left
-        counting = self._counting(take)
-        if not self._hand_over(counting):
-            return False
-        ended = await winner.run(counting)
-        if ended:
-            self._sum_up()
-        return ended
+    async def _decide(self) -> bool:
+        await self._race()
+        return self._serving is not None
 
     async def _race(self) -> None:
         running: dict[asyncio.Task[None], Answerer] = {}

@@ -26,7 +26,7 @@ from headrace.gateway.routing.composite_answerer import (
     Answerer,
     AnswererFactory,
     Clock,
-    CompositeAnswerer,
+    DecidingAnswerer,
     RoutingDecision,
     SettledCallback,
     VariantCharge,
@@ -140,7 +140,7 @@ def drop_rewrite(exchange: Exchange) -> None:
     exchange.log_fields.pop("rewritten_by", None)
 
 
-class RewriteAnswerer(CompositeAnswerer):
+class RewriteAnswerer(DecidingAnswerer):
     def __init__(
         self,
         exchange: Exchange,
@@ -178,18 +178,8 @@ class RewriteAnswerer(CompositeAnswerer):
         await draft.begin()
         self.exchange.prompt_tokens, self.exchange.shaped_at = draft.exchange.prompt_tokens, draft.exchange.shaped_at
 
-    async def run(self, take: TakeDelta) -> bool:
-        if self._serving is None and not await self._decide():
-            self._sum_up()
-            return True  # the client left
-        assert self._serving is not None
-        counting = self._counting(take)
-        if not self._hand_over(counting):
-            return False
-        ended = self._is_whole or await self._serving.run(counting)
-        if ended:
-            self._sum_up()
-        return ended
+    async def _run_serving(self, serving: Answerer, take: TakeDelta) -> bool:
+        return self._is_whole or await serving.run(take)
 
     async def _decide(self) -> bool:
         """Hold the draft, rewrite it, and choose the answer that is served; False if the client left first."""
