@@ -5,6 +5,7 @@ Does not compute hidden states or drafts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,31 +19,32 @@ from headrace.engine.speculation.drafters import DraftRequests
 Floats = NDArray[np.float32]
 
 
-class HeadDrafter:
+class HeadDrafter(ABC):
     """A drafter that reads the model's final hidden states. The engine calls `read_states` after each step."""
 
     free = False
 
+    @abstractmethod
     def read_states(self, sequence: SequenceState, first: int, states: Floats) -> None:
         """Take the hidden states of the tokens `first`, `first` + 1, ... that the step verified. The last one's result
         is the sequence's newest token, unless a grammar forced more."""
-        raise NotImplementedError
 
-    def pass_seconds(self, sequences: int) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def pass_seconds(self, sequences: int) -> float: ...
 
     def start_seconds(self, sequence: SequenceState) -> float:
         return 0.0
 
-    def propose_all(self, wanted: DraftRequests) -> list[list[int]]:
-        raise NotImplementedError
+    @abstractmethod
+    def propose_all(self, wanted: DraftRequests) -> list[list[int]]: ...
 
     def propose(self, sequence: SequenceState, most: int) -> list[int]:
         return self.propose_all([(sequence, most)])[0]
 
-    def forget(self, sequence: SequenceState) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def forget(self, sequence: SequenceState) -> None: ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the drafter holds beside the model."""
 

@@ -99,6 +99,9 @@ class MedusaDrafter(HeadDrafter):
     def forget(self, sequence: SequenceState) -> None:
         self._latest.forget(sequence)
 
+    def close(self) -> None:
+        pass  # its products need no KV
+
     def _open(self, states: list[Floats]) -> NDArray[np.float32]:
         """Return each state after the blocks of every head, [states, heads, hidden]."""
         inputs = np.stack(states)
