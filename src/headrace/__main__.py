@@ -24,12 +24,19 @@ def run() -> "NoReturn":
         signal.signal(signal.SIGINT, _exit_at_once)
         # Registered first, so run last: from here on the exit code is decided, and the process ends in a moment.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[1:] == ["--version"]:  # programs ask for it often, and the command line's own imports take 0.1 s
+        from headrace.version import __version__
+
+        print(__version__)
+        sys.exit(0)
     if sys.argv[1:2] == ["serve"] and not {"--help", "-h"}.intersection(sys.argv):
         # The first worker imports the engine while this process imports the server.
+        from headrace import slim_imports
         from headrace.engine.process import early_worker
 
         early_worker.launch_early()
         atexit.register(early_worker.discard)
+        slim_imports.import_for_server()
     from headrace.cli import main
 
     try:

@@ -5,6 +5,7 @@ A message says what is wrong, where, what was expected and what to do. Any other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -42,3 +43,10 @@ class RequestError(HeadraceError):
 
 class DownloadError(HeadraceError):
     """A download failed, or what came is not what was promised."""
+
+
+def similar_names(name: str, known: Sequence[str], *, most: int = 1, cutoff: float = 0.7) -> list[str]:
+    """Return the known names that a wrong one may mean, the most similar first. `cutoff`: 0 is any, 1 the same."""
+    import difflib  # milliseconds of every start, for names that are seldom wrong
+
+    return difflib.get_close_matches(name, known, n=most, cutoff=cutoff)

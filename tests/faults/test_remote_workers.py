@@ -13,7 +13,8 @@ from headrace.config import Config, KeyConfig, ModelConfig, ServerConfig, Storag
 from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.interface.sequence_result import SequenceResult
-from headrace.engine.process.engine_client import ClientTimeouts, EngineClient, WorkerLostError
+from headrace.engine.process.client_errors import WorkerLostError
+from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.worker_address import WorkerTls
 from headrace.errors import HeadraceError
 from headrace.gateway.ledger.ledger import Ledger

@@ -342,7 +342,7 @@ async def test_a_tokenizer_that_is_gone_is_the_grammars_matter_alone(tiny_folder
 
 def start(config: wire.WorkerConfig) -> tuple[subprocess.Popen[bytes], wire.StartReport]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.engine.process.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "headrace.engine.process.worker_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -382,7 +382,7 @@ def test_a_worker_that_is_told_twice_ends_at_once(tiny_folder: Path, tmp_path: P
 
 def test_a_configuration_that_is_none_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "headrace.engine.process.worker"],
+        [sys.executable, "-m", "headrace.engine.process.worker_program"],
         input=b'{"variant": 3}\n',
         capture_output=True,
         check=False,

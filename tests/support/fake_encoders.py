@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller

@@ -45,6 +45,7 @@ COMMANDS = {
     "make-model": "Create a model with random weights in the shape of a public one.",
     "models": "List the models on this machine, and whether they fit its memory.",
     "observe": "Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
+    "pack": "Pack models ahead, so that a server starts without packing their weights.",
     "plan": "Plan the devices for a load: how many of which, at what latency and cost.",
     "pull": "Download a model from a hub or a package index.",
     "recordings": "List, export and delete what a server recorded of tenants that opted in.",
@@ -65,6 +66,7 @@ COMMANDS = {
 _PACKAGES = {
     "admin": "admin.",
     **dict.fromkeys(("adapt", "compress", "make-model", "reshape"), "making."),
+    **dict.fromkeys(("pack", "pull", "serve", "worker"), "serving."),
     **dict.fromkeys(("canary", "gate", "recordings", "replay", "shadows", "techniques"), "lab."),
 }
 

@@ -21,7 +21,8 @@ from headrace.bench.roofline import (
 )
 from headrace.bench.step_profile import PhaseProfile
 from headrace.bench.step_profile import profile as profile_steps
-from headrace.engine.executors.cpu_executor import CpuExecutor, usable_cores
+from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import AUTO, parse_plan
 from headrace.models.spec import ModelSpec

@@ -7,7 +7,6 @@ the `check` function that the caller passes.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -23,6 +22,7 @@ from headrace.config import PLAIN_SECTIONS, Config, ConfigError, ConfigProblem, 
 from headrace.config.cache_section import Lifetime
 from headrace.config.toml_text import HIDDEN, is_secret, key_path, quoted
 from headrace.config.value_types import Finding
+from headrace.errors import similar_names
 from headrace.variant import Variant
 
 CONFIG_FILE: Final = "headrace.toml"  # read from the working folder when no file is given
@@ -384,7 +384,7 @@ def _below(where: str, key: str) -> str:
 
 def _suggestion(key: str, known: Iterable[str], plural: str) -> str:
     names = list(known)
-    similar = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+    similar = similar_names(key, names)
     return f"did you mean {similar[0]}?" if similar else f"known {plural}: {', '.join(names)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
 from headrace.errors import RequestError, TemplateError
 
 # Status codes by kind.

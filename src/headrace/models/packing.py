@@ -62,18 +62,13 @@ def load_tensors(
     plan.check_patterns(name for name in folder.shapes if is_product(name))
     if cache is None:
         return _collect(_pieces(folder, plan, pool, progress), mapped=False)
-    packed = cache / "packed"
-    path = packed / f"{_key(folder, plan, cache / 'digests')}.pack"
+    path = packed_file(folder, plan, cache)
     opened = _open_packed(path)
     if opened is not None:
         return opened
     try:
-        packed.mkdir(parents=True, exist_ok=True)
-        if not evict_until_fits(packed, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
+        if not write_packed(folder, plan, pool, path, progress):
             return _collect(_pieces(folder, plan, pool, progress), mapped=False)
-        with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
-            for piece in _pieces(folder, plan, pool, progress):
-                writer.add(piece.name, piece.meta, piece.data)
     except OSError:
         # An unwritable cache (full, read-only) only costs time at the next start.
         return _collect(_pieces(folder, plan, pool, progress), mapped=False)
@@ -84,6 +79,34 @@ def load_tensors(
             path=path,
         )
     return msgspec.structs.replace(opened, mapped=False)
+
+
+def packed_file(folder: ModelFolder, plan: WeightPlan, cache: Path) -> Path:
+    """Return where the cache folder has the packed weights, or would have them."""
+    return cache / "packed" / f"{_key(folder, plan, cache / 'digests')}.pack"
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a packed file is there and whole."""
+    return _open_packed(path) is not None
+
+
+def write_packed(
+    folder: ModelFolder,
+    plan: WeightPlan,
+    pool: _core.Pool,
+    path: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> bool:
+    """Pack a folder's weights into a file of the cache. Return False if the cache may not be so large; OSError if it
+    cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not evict_until_fits(path.parent, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
+        return False
+    with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
+        for piece in _pieces(folder, plan, pool, progress):
+            writer.add(piece.name, piece.meta, piece.data)
+    return True
 
 
 def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: WeightPlan) -> int:

@@ -1,9 +1,13 @@
-"""Builds the services of a gateway from its configuration and connects them. Starts nothing."""
+"""Builds the services of a gateway from its configuration and connects them. Starts nothing.
+
+A part that only some configurations have is imported by the function that builds it: a start takes as long as its
+imports. Whether its section makes sense is checked before, by `config_checks`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,10 +23,8 @@ from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
-from headrace.gateway.caches.catalogues.catalogues import Catalogues
 from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.results.result_cache import ResultCache
-from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.database import Database
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor
@@ -37,17 +39,21 @@ from headrace.gateway.observation.objective_watch import ObjectiveWatch
 from headrace.gateway.observation.observation_keeper import ObservationKeeper
 from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
-from headrace.gateway.serving.autoscaler import Autoscaler
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.pinned_prompts import PinnedPrompts
-from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 from headrace.lab.online.lab_store import SqliteLabStore
 from headrace.lab.online.online_checks import failed_check
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
-from headrace.pipelines.pipelines import Pipelines
+
+if TYPE_CHECKING:
+    from headrace.gateway.caches.catalogues.catalogues import Catalogues
+    from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
+    from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
 
 
 class SharedState(NamedTuple):
@@ -66,7 +72,7 @@ def assemble(
     own_ledger = None if shared is not None else Ledger.from_config(config, database, environ)
     ledger = shared.ledger if shared is not None and Ledger.is_kept(config) else own_ledger
     exact = ExactCache.from_config(config, database, environ)
-    semantic = SemanticCache.from_config(config.cache.semantic, database, fleet)
+    semantic = _semantic_cache(config, database, fleet)
     used = (
         config.cache.results.mode != "off"
         or bool(config.pipelines)
@@ -97,11 +103,10 @@ def assemble(
     if shared is None:
         keeper = _keeper(config, observer, database)
         observer.remember = keeper.feedback.note
-    scales = shared is None and any(model.autoscale is not None for model in config.models.values())
-    autoscaling = (Autoscaler.from_config(config, fleet).run,) if scales else ()
-    discovery = WorkerDiscovery.from_config(config, fleet, environ)
+    autoscaling = _autoscaling(config, fleet) if shared is None else ()
+    discovery = _worker_discovery(config, fleet, environ)
     discovering = () if discovery is None else (discovery.run,)
-    catalogues = Catalogues(config.catalogues) if config.catalogues else None
+    catalogues = _catalogues(config)
     services = Services(
         fleet=fleet,
         accounts=accounts,
@@ -132,7 +137,10 @@ def assemble(
         keeper=keeper,
         answer_tokens={name: each.max_tokens for name, each in config.surfaces.items() if each.max_tokens is not None},
     )
-    services.pipelines = Pipelines.from_config(config, services, environ)
+    if config.pipelines:
+        from headrace.pipelines.pipelines import Pipelines
+
+        services.pipelines = Pipelines.from_config(config, services, environ)
     return services
 
 
@@ -145,6 +153,38 @@ def assemble_lab(config: Config, services: Services, database: Database) -> Onli
     if services.keeper is not None and lab.canaries is not None:
         services.keeper.feedback.heard = lab.canaries.hear
     return lab
+
+
+def _semantic_cache(config: Config, database: Database, fleet: Fleet) -> SemanticCache | None:
+    if not config.cache.semantic.embedder:
+        return None
+    from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
+
+    return SemanticCache.from_config(config.cache.semantic, database, fleet)
+
+
+def _catalogues(config: Config) -> Catalogues | None:
+    if not config.catalogues:
+        return None
+    from headrace.gateway.caches.catalogues.catalogues import Catalogues
+
+    return Catalogues(config.catalogues)
+
+
+def _autoscaling(config: Config, fleet: Fleet) -> tuple[Loop, ...]:
+    if all(model.autoscale is None for model in config.models.values()):
+        return ()
+    from headrace.gateway.serving.autoscaler import Autoscaler
+
+    return (Autoscaler.from_config(config, fleet).run,)
+
+
+def _worker_discovery(config: Config, fleet: Fleet, environ: Mapping[str, str]) -> WorkerDiscovery | None:
+    if not any(model.discover_workers for model in config.models.values()):
+        return None
+    from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
+
+    return WorkerDiscovery.from_config(config, fleet, environ)
 
 
 def _forget_tenant(label: str) -> None:

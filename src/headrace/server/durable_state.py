@@ -11,7 +11,6 @@ from headrace.config import Config, variants_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
 from headrace.pipelines.collections.collections import Collections
-from headrace.pipelines.pipelines import Pipelines
 from headrace.server.api.batches.batch_runner import BatchRunner
 from headrace.server.api.batches.batches import Batches
 from headrace.server.api.conversations.conversation_store import ConversationStore
@@ -61,7 +60,10 @@ class DurableState:
             line_values=context.config.limits.values,
         )
         self.collections = Collections.from_config(context.config.collections, storage.path, context.services)
-        if isinstance(pipelines := context.services.pipelines, Pipelines):
+        if (pipelines := context.services.pipelines) is not None:
+            from headrace.pipelines.pipelines import Pipelines  # as in server.assemble
+
+            assert isinstance(pipelines, Pipelines)
             pipelines.services.retriever = self.collections
 
     async def start(self) -> None:

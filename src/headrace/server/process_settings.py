@@ -31,6 +31,7 @@ def keep_what_is_loaded() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GARBAGE)
+    gc.enable()  # see headrace.slim_imports
 
 
 def event_loop() -> asyncio.AbstractEventLoop:

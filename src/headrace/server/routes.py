@@ -34,7 +34,6 @@ from headrace.server.api import (
 from headrace.server.api.batches import batch_endpoints, message_batch_endpoints
 from headrace.server.api.conversations import conversation_endpoints
 from headrace.server.api.ollama import ollama_endpoints
-from headrace.server.api.pipelines import pipeline_endpoints
 from headrace.server.api.responses import response_endpoints
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
@@ -77,7 +76,7 @@ def all_routes(
         *batch_endpoints.routes(context, durable.batches),
         *message_batch_endpoints.routes(context, durable.batches, durable.files),
         *response_endpoints.routes(context, durable.history, durable.background),
-        *pipeline_endpoints.routes(context),
+        *_pipeline_routes(context),
         *conversation_endpoints.routes(context, durable.history.conversations),
         *web_pages.routes(context),
     )
@@ -86,3 +85,11 @@ def all_routes(
     described = served if internal else (*served, metrics)
     docs = openapi.routes(context, described) if context.config.server.docs else ()
     return RouteSets(served, (metrics, *docs)) if internal else RouteSets((*described, *docs), ())
+
+
+def _pipeline_routes(context: EndpointContext) -> tuple[Route, ...]:
+    if context.services.pipelines is None:
+        return ()
+    from headrace.server.api.pipelines import pipeline_endpoints  # as in server.assemble
+
+    return pipeline_endpoints.routes(context)

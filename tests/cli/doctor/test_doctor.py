@@ -60,7 +60,7 @@ def test_whatever_is_wrong_says_what_to_do(checks: Checks) -> None:
     code, found = checks()
     assert code == 0
     names = {"configuration", "processor", "instruction set", "cores", "cpu governor", "memory", "huge pages"}
-    names |= {"cache folder", "storage folder", "open files", "port", "extras", "user", "clock"}
+    names |= {"cache folder", "storage folder", "open files", "port", "bytecode", "extras", "user", "clock"}
     assert set(found) == names
     assert {name for name, each in found.items() if bool(each["advice"]) == (each["state"] == "ok")} == set()
 

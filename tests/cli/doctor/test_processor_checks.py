@@ -9,7 +9,7 @@ import pytest
 import headrace._core as _core
 from headrace.cli.doctor.processor_checks import check_cores, check_governor, check_processor
 from headrace.config import Config, ModelConfig
-from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.engine.executors.default_sizes import usable_cores
 
 
 def write(path: Path, text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import py_compile
 import resource
 import socket
+import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -12,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.doctor import system_checks
-from headrace.cli.doctor.system_checks import check_clock, check_extras, check_folders, check_open_files, check_ports
+from headrace.cli.doctor.system_checks import (
+    check_bytecode,
+    check_clock,
+    check_extras,
+    check_folders,
+    check_open_files,
+    check_ports,
+)
 from headrace.config import Config, ServerConfig, StorageConfig
 from tests.test_docs import ROOT
 
@@ -53,6 +62,20 @@ def test_a_storage_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypat
     assert (cache.state, storage.state) == ("warn", "fail")
     assert "HEADRACE_CACHE" in cache.advice
     assert "storage.folder" in storage.advice
+
+
+def test_modules_that_are_compiled_at_each_start_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    module = tmp_path / "module.py"
+    module.write_text("")
+    for keeps, state in ((False, "warn"), (True, "ok")):
+        monkeypatch.setattr(sys, "dont_write_bytecode", not keeps)
+        (found,) = check_bytecode(tmp_path)
+        assert found.state == state
+        assert found.advice == "" or f"-m compileall -q {tmp_path}" in found.advice
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    py_compile.compile(str(module))
+    assert [each.state for each in check_bytecode(tmp_path)] == ["ok"]
 
 
 def test_little_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.executors.cgroups import cpu_quota
-from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.engine.executors.default_sizes import usable_cores
 
 
 def test_the_smallest_quota_of_the_groups_around_the_process_counts(tmp_path: Path) -> None:

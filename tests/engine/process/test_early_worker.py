@@ -21,7 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[
     """The processes that were started: each echoes a line instead of serving a model."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def launch(environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def launch() -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         started.append(subprocess.Popen([sys.executable, "-S", "-c", _ECHO], stdin=pipe, stdout=pipe, stderr=pipe))
         return started[-1]
@@ -59,7 +59,7 @@ def test_a_process_that_has_ended_is_not_handed_out(launched: list[subprocess.Po
 
 
 def test_a_machine_that_starts_no_process_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def fail() -> subprocess.Popen[bytes]:
         raise OSError("no more processes")
 
     monkeypatch.setattr(early_worker, "launch", fail)
@@ -68,7 +68,7 @@ def test_a_machine_that_starts_no_process_is_no_error(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_without_a_configuration_ends_without_a_word() -> None:
-    command = [sys.executable, "-m", "headrace.engine.process.worker"]
+    command = [sys.executable, "-m", "headrace.engine.process.worker_program"]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 

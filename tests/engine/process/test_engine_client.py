@@ -17,13 +17,8 @@ from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, Seque
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams, sequence_seed
 from headrace.engine.process import wire
-from headrace.engine.process.engine_client import (
-    MOST_ATTEMPTS,
-    ClientTimeouts,
-    EngineClient,
-    OverloadedError,
-    WorkerLostError,
-)
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
+from headrace.engine.process.engine_client import MOST_ATTEMPTS, ClientTimeouts, EngineClient
 from headrace.errors import HeadraceError, RequestError
 
 PROMPT = tuple(range(100))

@@ -7,15 +7,15 @@ import asyncio
 import msgspec
 import pytest
 
-from headrace.engine.process import wire, worker
+from headrace.engine.process import wire, worker_program
 from headrace.engine.process.supervisor import Supervisor
 
 
 def test_loading_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now)
+    monkeypatch.setattr(worker_program.time, "monotonic", lambda: now)
     lines: list[bytes] = []
-    progress = worker.throttled_progress(lines.append)
+    progress = worker_program.throttled_progress(lines.append)
     for now, done in ((100.1, 10), (100.3, 20), (100.4, 30), (100.9, 40)):  # noqa: B007 - the clock reads it
         progress(done, 40)
     found = [msgspec.json.decode(line, type=wire.LoadProgress) for line in lines]

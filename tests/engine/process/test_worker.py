@@ -164,7 +164,7 @@ def test_a_client_cannot_cancel_what_is_anothers(worker: Worker, path: Path) -> 
 def test_a_client_that_reads_nothing_is_cut_off(
     worker: Worker, path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenedVariant
 ) -> None:
-    monkeypatch.setattr("headrace.engine.process.worker._MOST_UNREAD", 20_000)
+    monkeypatch.setattr("headrace.engine.process.worker_clients._MOST_UNREAD", 20_000)
     with Peer(path) as deaf, Peer(path) as good:
         for n in range(40):
             deaf.send(submit(f"d{n}", max_tokens=400, sampling=SamplingParams(logprobs=100)))

@@ -14,7 +14,7 @@ from headrace.config.cache_section import ExactConfig
 from headrace.config.limit_section import LimitSet
 from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConfig
 from headrace.engine.interface.request import FinishReason
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe.logs import configure_log

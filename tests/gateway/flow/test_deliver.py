@@ -16,7 +16,7 @@ import structlog
 
 from headrace.config import KeyConfig, LogConfig
 from headrace.engine.interface.request import FinishReason
-from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import RequestError
 from headrace.gateway.api_errors import ApiError

@@ -36,7 +36,7 @@ from headrace.config.tenant_section import BudgetConfig, TenantConfig
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.interface.sampling import SampledToken
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.ledger.prices import Price
 from headrace.observe import metrics

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.config import LimitingConfig, LimitSet, ModelConfig
 from headrace.config.tenant_section import TenantConfig
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.observe import metrics
 from headrace.server.server import Server

@@ -25,7 +25,7 @@ from headrace.config.routing_section import (
 )
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.sampling import SampledToken
-from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.routing.hedge import MIN_SAMPLES
 from headrace.gateway.serving.served_variant import ServedVariant

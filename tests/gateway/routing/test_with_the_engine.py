@@ -10,7 +10,7 @@ from headrace.config.routing_section import CascadeConfig, HedgeConfig
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SampledToken
-from headrace.engine.process.engine_client import WorkerLostError
+from headrace.engine.process.client_errors import WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.cascade import CascadeAnswerer

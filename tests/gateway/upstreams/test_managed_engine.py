@@ -29,6 +29,7 @@ from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.serving.fingerprint import of_upstream
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.gateway.upstreams.engine_commands import EngineLoad, command_of, environment_of, load_of
+from headrace.gateway.upstreams.managed_engine import ManagedEngine
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.gateway.upstreams.upstream_errors import BrokenStreamError
 from headrace.models.model_folder import BUNDLED
@@ -147,6 +148,33 @@ async def managed(kind: UpstreamKind, config: ManagedConfig, **changes: Any) -> 
         await upstream.close()
     assert upstream.engine is not None
     assert upstream.engine.pid is None
+
+
+class HungOnce:
+    """An engine that starts, fails one health check, and never answers for its metrics."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+
+    async def probe(self) -> bool:
+        self.checks += 1
+        return self.checks != 2
+
+    async def read_load(self) -> EngineLoad:
+        return await asyncio.get_running_loop().create_future()
+
+
+@asynchronous
+async def test_metrics_that_do_not_come_delay_no_health_check() -> None:
+    engine = ManagedEngine("a", ManagedConfig(model="m"), ("sleep", "600"), os.environ, check_s=0.01, failures=1)
+    probe = HungOnce()
+    await engine.start(probe)
+    try:
+        await until(lambda: engine.restarts == 1 and engine.status == "ready")
+        assert engine.load == EngineLoad()
+    finally:
+        await engine.close()
+    assert engine.pid is None
 
 
 # vLLM, played by a program

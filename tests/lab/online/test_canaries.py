@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.config import CanaryConfig, ModelConfig
-from headrace.engine.process.engine_client import WorkerLostError
+from headrace.engine.process.client_errors import WorkerLostError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.lab.online.canaries import Canaries
 from tests.support.admin_server import ADMIN, CALLER, READER, Administered, administered

@@ -14,7 +14,7 @@ from headrace.config import KeyConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
 from headrace.config.tenant_section import TenantConfig
-from headrace.engine.process.engine_client import OverloadedError, WorkerLostError
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.online.shadows import Shadow

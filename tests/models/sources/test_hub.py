@@ -162,7 +162,8 @@ def test_the_command_prints_the_path_and_how_to_serve(server: FileServer, capsys
 def test_a_server_pulls_what_is_missing_if_it_may(server: FileServer, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from headrace.cli.pull import pull_missing, served_name
+    from headrace.cli.serving.pull import pull_missing
+    from headrace.cli.serving.serve import served_name
 
     assert main(["serve", "acme/tiny", "--port", "0"]) == WRONG_USAGE
     assert "headrace pull acme/tiny" in capsys.readouterr().err

@@ -24,7 +24,6 @@ from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import ModelError, RequestError
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors
-from headrace.models.precision import parse_plan
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.vision.image_layout import ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
@@ -289,7 +288,7 @@ def _tower(folder: Path) -> Any:
 def test_the_image_part_counts_in_the_memory_of_a_served_model(tmp_path: Path) -> None:
     path = write_vision_model(tmp_path)
     vision = open_vision(path)
-    plan = parse_plan("bf16" if vision.stores_bf16 else "f32")
+    plan = vision.plan
     weights = load_tensors(vision.folder, plan, _core.Pool(1), cache=None).bytes
     extras = sum(values.nbytes for values in vision.extras.values())
     need = memory_of(open_model(path), Variant(model=str(path), context=64))

@@ -12,7 +12,7 @@ import pytest
 from headrace.config import KeyConfig, LimitSet
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
 from headrace.engine.interface.request import FinishReason
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.observe import metrics
 from tests.support.grpc_client import GrpcClient, grpc_client
 from tests.support.running_server import CHAT, Running, asynchronous, count, ended, fails, say, serving, until, words

@@ -9,7 +9,7 @@ from headrace.bench.machine import PEAKS, bandwidth, probe_machine
 from headrace.bench.planning.devices import Device
 from headrace.bench.planning.step_costs import MeasuredCost, StepCost
 from headrace.bench.step_measurement import measure_steps
-from headrace.engine.executors.cpu_executor import default_context, usable_cores
+from headrace.engine.executors.default_sizes import default_context, usable_cores
 from headrace.engine.process.open_engine import open_variant
 from headrace.models.model_folder import ModelFolder
 from headrace.variant import Variant

@@ -19,7 +19,8 @@ from headrace.bench.roofline import best_peak, kv_bytes_per_token
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules, pass_gate
 from headrace.bench.tuning.search import Gate, Sample, Setting
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, make_jobs
-from headrace.engine.executors.cpu_executor import memory_of, usable_cores
+from headrace.engine.executors.cpu_executor import memory_of
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.engine.executors.memory import gib, usable_memory
 from headrace.engine.process.open_engine import open_variant
 from headrace.models.model_folder import ModelFolder, find_model, open_model

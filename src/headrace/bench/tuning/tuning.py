@@ -29,7 +29,7 @@ from headrace.bench.tuning.search import (
 )
 from headrace.bench.tuning.tune_report import TuneReport, TuneState, read_state, state_digest
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, tuning_traffic
-from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.model_folder import find_model, open_model

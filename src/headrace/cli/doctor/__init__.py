@@ -23,6 +23,7 @@ from headrace.cli.doctor.memory_checks import check_huge_pages, check_memory_of
 from headrace.cli.doctor.processor_checks import check_cores, check_governor, check_processor
 from headrace.cli.doctor.service_checks import check_services
 from headrace.cli.doctor.system_checks import (
+    check_bytecode,
     check_clock,
     check_extras,
     check_folders,
@@ -91,6 +92,7 @@ def _check_all(file: Path | None, environ: Mapping[str, str], timeout: float) ->
     if config is not None:
         yield from check_open_files(config)
         yield from check_ports(config, timeout)
+    yield from check_bytecode()
     yield from check_extras()
     if config is not None:
         yield from check_services(config, environ, timeout)

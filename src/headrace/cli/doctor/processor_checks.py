@@ -11,7 +11,8 @@ from headrace.bench.machine import cpu_name
 from headrace.cli.doctor.check_result import CheckResult, fail, ok, warn
 from headrace.config import Config, variants_of
 from headrace.engine.executors.cgroups import cpu_quota, read_lines
-from headrace.engine.executors.cpu_executor import choose_isa, usable_cores
+from headrace.engine.executors.cpu_executor import choose_isa
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
 
 

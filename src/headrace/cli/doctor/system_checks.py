@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 import urllib.error
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import headrace
 from headrace.cli.doctor.check_result import CheckResult, fail, ok, warn
 from headrace.cli.doctor.memory_checks import configured_memory
 from headrace.config import Config
@@ -144,6 +147,18 @@ def check_extras() -> Iterator[CheckResult]:
     installed = ", ".join(f"{extra} ({version})" for extra, version in versions.items()) or "none"
     absent = f"; not installed: {', '.join(missing)}" if missing else ""
     yield ok("extras", f"{installed}{absent}")
+
+
+def check_bytecode(package: Path = Path(headrace.__file__).parent) -> Iterator[CheckResult]:
+    """Check that Python finds the modules compiled: compiling them takes longer than the rest of a start."""
+    modules = sorted(package.rglob("*.py"))
+    missing = [module for module in modules if not Path(importlib.util.cache_from_source(str(module))).exists()]
+    # Modules that were never imported are not compiled yet, and will be; all of them missing means that none is kept.
+    if len(missing) < len(modules) or not sys.dont_write_bytecode:
+        yield ok("bytecode", "modules are compiled once")
+        return
+    advice = f"Unset PYTHONDONTWRITEBYTECODE, or run: {sys.executable} -m compileall -q {package}"
+    yield warn("bytecode", "no module is compiled: each start compiles hundreds, for about a second", advice)
 
 
 def check_clock(root: Path = Path("/"), *, now: float | None = None) -> Iterator[CheckResult]:

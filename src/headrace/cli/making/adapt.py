@@ -31,7 +31,7 @@ from headrace.cli.making.adapt_examples import (
     text_rows,
 )
 from headrace.cli.making.adapt_heads import train_heads
-from headrace.engine.executors.cpu_executor import usable_cores
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
 from headrace.lab.answering.model_server import AnswererSpec, parse_spec
 from headrace.lab.cases.case import Case

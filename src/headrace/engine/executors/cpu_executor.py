@@ -6,7 +6,6 @@ Owns the core's model, its KV memory and the thread that waits for it. Does not 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.adapter_table import AdapterTable, adapter_format
-from headrace.engine.executors.cgroups import cpu_quota
+from headrace.engine.executors.default_sizes import default_context, usable_cores
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
 from headrace.engine.executors.memory import MemoryNeed, check_memory
@@ -40,7 +39,6 @@ from headrace.models.vision.vision_folder import tower_bytes
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
-DEFAULT_CONTEXT: Final = 8192  # tokens of one sequence, if the model allows that many
 DEFAULT_MAX_ROWS: Final = 512
 _STATE_BYTES: Final = 1 << 30  # of all recurrent states, as far as ...
 _LEAST_STATES: Final = 8  # ... so many fit; they are half of running sequences, half of prefixes
@@ -48,21 +46,6 @@ _MOST_STATES: Final = 256
 DEFAULT_ADAPTER_BYTES: Final = 1 << 30
 _SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
 _MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
-
-
-def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many cores this process may keep busy: those it may run on, within the CPU quota of its container.
-
-    A part of a core does not count: the threads of a step wait for each other, so one that is throttled stops them all.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    quota = cpu_quota(proc, cgroups)
-    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))
-
-
-def default_context(spec: ModelSpec) -> int:
-    """Return the default context: tokens of one sequence."""
-    return min(spec.context, DEFAULT_CONTEXT)
 
 
 def check_options(folder: ModelFolder, variant: Variant) -> None:

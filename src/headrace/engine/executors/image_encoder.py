@@ -20,7 +20,6 @@ from headrace.engine.executors.cpu_executor import choose_isa
 from headrace.engine.executors.patch_tower import PatchTower
 from headrace.engine.executors.square_tower import SquareTower
 from headrace.models.packing import load_tensors
-from headrace.models.precision import parse_plan
 from headrace.models.vision.vision_folder import VisionFolder
 
 Floats = NDArray[np.float32]
@@ -63,8 +62,7 @@ class ImageEncoder:
 
     def _load(self) -> SquareTower | PatchTower:
         pool = _core.Pool(self._threads)  # its threads inherit this one's priority
-        plan = parse_plan("bf16" if self.vision.stores_bf16 else "f32")
-        tensors = load_tensors(self.vision.folder, plan, pool, cache=self._cache)
+        tensors = load_tensors(self.vision.folder, self.vision.plan, pool, cache=self._cache)
         opened = PatchTower if self.vision.tower.connector == "merge" else SquareTower
         return opened(self.vision, pool, tensors.tensors, self._isa)
 

@@ -11,21 +11,23 @@ import subprocess
 import sys
 from typing import Final
 
-# As the server sets it before it starts workers itself (server/process_settings.py).
-_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false"}
+from headrace.slim_imports import ONE_BLAS_THREAD
+
+# Where the environment does not set it. As the server sets it for itself (server/process_settings.py).
+_ENVIRONMENT: Final = {"TOKENIZERS_PARALLELISM": "false", **ONE_BLAS_THREAD}
 
 _early: subprocess.Popen[bytes] | None = None
 
 
-def launch(environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def launch() -> subprocess.Popen[bytes]:
     """Start a worker process, which waits for its configuration. Raise OSError if no process can be started."""
     return subprocess.Popen(
-        [sys.executable, "-m", "headrace.engine.process.worker"],
+        [sys.executable, "-m", "headrace.engine.process.worker_program"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # so that Ctrl-C reaches only the supervisor, which drains
-        env=environment,
+        env={**_ENVIRONMENT, **os.environ},
     )
 
 
@@ -33,7 +35,7 @@ def launch_early() -> None:
     """Start a process for `take`. Does nothing if it cannot be started: the worker starts later then."""
     global _early
     try:
-        _early = launch({**_ENVIRONMENT, **os.environ})
+        _early = launch()
     except OSError:
         _early = None
 

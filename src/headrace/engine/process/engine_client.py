@@ -25,6 +25,8 @@ from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, Seque
 from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest, prompt_ids
 from headrace.engine.interface.sequence_result import SequenceResult
 from headrace.engine.process import wire
+from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
+from headrace.engine.process.kept_prefixes import KeptPrefixes
 from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, eligible, prefix_keys
 from headrace.engine.process.submission import (
@@ -38,6 +40,7 @@ from headrace.engine.process.submission import (
 )
 from headrace.engine.process.worker_address import WorkerAddressError, WorkerTls, parse_address
 from headrace.engine.process.worker_connection import WorkerConnection
+from headrace.engine.process.worker_questions import WorkerQuestions
 from headrace.errors import HeadraceError, RequestError
 
 log = logging.getLogger(__name__)
@@ -45,19 +48,6 @@ log = logging.getLogger(__name__)
 # workers that a request may lose without a new token; after that, the request itself is suspect
 MOST_ATTEMPTS: Final = 5
 _FINISH_S: Final = 0.05  # between looks at the streams of a client that is being replaced
-
-
-class OverloadedError(HeadraceError):
-    """No replica admits the request at present."""
-
-    def __init__(self, reason: str, *, retry_after: float | None = None, predicted: float | None = None) -> None:
-        self.retry_after = retry_after
-        self.predicted = predicted
-        super().__init__(reason)
-
-
-class WorkerLostError(HeadraceError):
-    """No worker finished the request within the client's patience."""
 
 
 class EngineClient:
@@ -92,11 +82,11 @@ class EngineClient:
         self._numbers = itertools.count()
         self._waiting: list[Submission] = []
         self._retries: set[asyncio.TimerHandle] = set()
-        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._questions = WorkerQuestions(patience=self._waits.patience)
+        self._prefixes = KeptPrefixes(self._questions, self._connected)
         self._changed = asyncio.Event()  # a replica became usable or was rejected
         self._streams: dict[OutputStream, set[Submission]] = {}  # open ones, with their submissions
         self._variant: tuple[str, ...] | None = None
-        self._pins: dict[tuple[str, tuple[int, ...]], bool] = {}  # (salt, tokens) -> public
         self._closing = False
 
     # Lifecycle
@@ -257,15 +247,15 @@ class EngineClient:
 
     async def stats(self) -> list[dict[str, Any]]:
         """Return the statistics of every connected replica."""
-        asked = [self._ask(replica, wire.AskStats) for replica in self._replicas if replica.connection is not None]
+        asked = [self._questions.ask(replica, wire.AskStats) for replica in self._connected()]
         return [reply.values for reply in await asyncio.gather(*asked) if isinstance(reply, wire.Stats)]
 
     async def load_adapter(self, adapter: AdapterRef) -> None:
         """Have every connected replica read an adapter. Others read it when a request has it. RequestError, with the
         replica's address if it is on another host, if one cannot load it."""
-        connected = [replica for replica in self._replicas if replica.connection is not None]
+        connected = self._connected()
         replies = await asyncio.gather(
-            *(self._ask(each, lambda number: wire.LoadAdapter(number, adapter)) for each in connected),
+            *(self._questions.ask(each, lambda number: wire.LoadAdapter(number, adapter)) for each in connected),
             return_exceptions=True,
         )
         for replica, reply in zip(connected, replies, strict=True):
@@ -279,34 +269,18 @@ class EngineClient:
 
     def drop_adapter(self, digest: str) -> None:
         """Ask every replica to free an adapter. One that requests use stays until another needs its memory."""
-        for replica in self._replicas:
-            if replica.connection is not None:
-                replica.connection.send(wire.DropAdapter(digest))
+        self._send_to_all(wire.DropAdapter(digest))
 
     async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
-        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`).
-
-        Returns when every connected replica has computed it. A replica that connects later, such as one that was
-        restarted, computes it then. RequestError if a replica rejects it; then none keeps it.
-        """
-        key = salt, tuple(tokens)
+        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`). See `KeptPrefixes`."""
         if keep:
-            self._pins[key] = public
-        elif self._pins.pop(key, None) is None:
-            raise RequestError("This prefix is not pinned.", parameter="pin")
-        try:
-            await self._pin_connected(key, public=public, keep=keep)
-        except RequestError:
-            if keep and self._pins.pop(key, None) is not None:
-                for replica in self._replicas:
-                    if replica.connection is not None:
-                        replica.connection.send(self._pin_message(next(self._numbers), key, keep=False))
-            raise
+            await self._prefixes.keep(tokens, salt, public=public)
+        else:
+            await self._prefixes.drop(tokens, salt)
 
     async def take_pins(self, other: EngineClient) -> None:
         """Keep what another client keeps, before it is replaced by this one."""
-        for (salt, tokens), public in list(other._pins.items()):
-            await self.pin(tokens, salt, public=public)
+        await self._prefixes.keep_all_of(other._prefixes)
 
     async def finish(self, timeout: float) -> None:
         """Return when every stream has ended, or after `timeout` seconds. Further streams may begin meanwhile."""
@@ -314,33 +288,17 @@ class EngineClient:
         while self._streams and time.monotonic() < until:
             await asyncio.sleep(_FINISH_S)
 
-    async def _pin_connected(self, key: tuple[str, tuple[int, ...]], *, public: bool, keep: bool) -> None:
-        def message(number: int) -> wire.Pin:
-            return self._pin_message(number, key, public=public, keep=keep)
-
-        connected = [replica for replica in self._replicas if replica.connection is not None]
-        replies = await asyncio.gather(
-            *(self._ask(replica, message, patient=keep) for replica in connected), return_exceptions=True
-        )
-        for reply in replies:
-            if isinstance(reply, WorkerLostError) and self._pins.get(key) is not None:
-                continue  # the worker that replaces it computes the prefix
-            if isinstance(reply, BaseException):
-                raise reply
-            if reply.reason is not None and keep:
-                raise RequestError(reply.reason, parameter="pin")
-
-    def _pin_message(
-        self, number: int, key: tuple[str, tuple[int, ...]], *, public: bool = False, keep: bool = True
-    ) -> wire.Pin:
-        salt, tokens = key
-        return wire.Pin(number=number, tokens=tokens, salt=salt, public=public, keep=keep)
-
     def drain(self) -> None:
         """Ask every worker to finish its requests, take no new ones, and exit."""
+        self._send_to_all(wire.Drain())
+
+    def _connected(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.connection is not None]
+
+    def _send_to_all(self, message: wire.ClientMessage) -> None:
         for replica in self._replicas:
             if replica.connection is not None:
-                replica.connection.send(wire.Drain())
+                replica.connection.send(message)
 
     def drop(self, stream: OutputStream) -> None:
         """Forget a stream and cancel its sequences. Called by the stream."""
@@ -349,27 +307,6 @@ class EngineClient:
                 submission.replica.connection.send(wire.Cancel(submission.id))
             self._forget(submission)
         self._streams.pop(stream, None)
-
-    async def _ask(
-        self, replica: Replica, message: Callable[[int], wire.ClientMessage], *, patient: bool = False
-    ) -> Any:
-        """Send a message and return the reply. `patient`: the reply may take as long as the worker lives."""
-        if replica.connection is None:
-            raise WorkerLostError(f"The worker at {replica.address} is not connected.")
-        number = next(self._numbers)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        replica.connection.send(message(number))
-        lost = replica.connection.closed
-        try:
-            timeout = None if patient else self._waits.patience
-            await asyncio.wait({reply, lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not reply.done():
-                raise WorkerLostError(
-                    f"The worker at {replica.address} did not answer within {self._waits.patience:g} s."
-                )
-            return reply.result()
-        finally:
-            del self._replies[number]
 
     # Submissions
 
@@ -511,10 +448,8 @@ class EngineClient:
             case wire.Draining():
                 replica.draining = True
             case wire.Stats() | wire.Pinned() | wire.AdapterLoaded():
-                reply = self._replies.get(message.number)
-                if reply is not None and not reply.done():
-                    reply.set_result(message)
-                elif isinstance(message, wire.Pinned) and message.reason is not None:
+                taken = self._questions.take(message)
+                if not taken and isinstance(message, wire.Pinned) and message.reason is not None:
                     log.warning("the worker at %s did not pin a prefix: %s", replica.address, message.reason)
             case wire.Bye(reason):
                 replica.wrong = wire.WireError(f"The worker at {replica.address} closed the connection: {reason}")
@@ -621,8 +556,7 @@ class EngineClient:
         replica.wrong = why_wrong(welcome, replica.address, self._variant, self._fingerprint)
         if replica.wrong is None:
             replica.connection, replica.welcome, replica.draining = connection, welcome, welcome.draining
-            for key, public in self._pins.items():
-                connection.send(self._pin_message(next(self._numbers), key, public=public))
+            self._prefixes.send_all(replica)
             waiting, self._waiting = self._waiting, []
             for submission in waiting:
                 self._dispatch(submission)

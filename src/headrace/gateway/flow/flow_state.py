@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.exact_cache import AnswerSource, ExactLookup
-from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 from headrace.gateway.degradation.ladder.ladder_steps import DegradationPlan, DegradationRecord
 from headrace.gateway.degradation.ladder.levels import PressureSignals
 from headrace.gateway.degradation.ladder.pressure import WaitTicket
@@ -23,6 +23,9 @@ from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
 from headrace.gateway.routing.composite_answerer import Answerer, CompositeAnswerer, VariantCharge
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Exchange
+
+if TYPE_CHECKING:
+    from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 
 
 class Degradation(msgspec.Struct):

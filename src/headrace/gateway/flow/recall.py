@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import cache_key_for
 from headrace.gateway.caches.exact.exact_cache import CacheHit
-from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 from headrace.gateway.caches.semantic.semantic_entry import storable_answer
 from headrace.gateway.degradation.ladder.extractive_answer import extract_answer, question_and_sources
 from headrace.gateway.degradation.ladder.ladder_steps import overload_error, plan_degradation
@@ -27,6 +26,9 @@ from headrace.gateway.routing.composite_answerer import derive_exchange
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
+
+if TYPE_CHECKING:
+    from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 
 # Errors from overload, outage or deadlines, which an extracted answer may replace.
 _REPLACEABLE_ERRORS: Final = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,10 +14,8 @@ from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_policies import LimitScopes
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.cache_maintenance import sweep_forever
-from headrace.gateway.caches.catalogues.catalogues import Catalogues
 from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.results.result_cache import ResultCache
-from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor, poll_statistics
 from headrace.gateway.flow.answer_flow import PipelineHost
@@ -31,7 +29,11 @@ from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
-from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
+
+if TYPE_CHECKING:
+    from headrace.gateway.caches.catalogues.catalogues import Catalogues
+    from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
+    from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 
 
 class Services(msgspec.Struct, kw_only=True):

@@ -11,14 +11,13 @@ import hashlib
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
 from headrace.config.images_section import ImagesConfig
-from headrace.engine.executors.cpu_executor import usable_cores
-from headrace.engine.executors.image_encoder import ImageEncoder
+from headrace.engine.executors.default_sizes import usable_cores
 from headrace.engine.interface.image_rows import ImageRows
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
@@ -31,6 +30,9 @@ from headrace.models.vision.image_layout import ImageGrid, ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import VisionFolder
 from headrace.observe import metrics
+
+if TYPE_CHECKING:
+    from headrace.engine.executors.image_encoder import ImageEncoder
 
 _MOST_BYTES: Final = 48 * 1024 * 1024  # of one request's features: they travel in one message to the worker
 

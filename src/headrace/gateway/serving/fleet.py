@@ -31,8 +31,8 @@ from headrace.gateway.serving.variant_engines import (
     served_by_upstream,
 )
 from headrace.gateway.upstreams.upstream import Upstream
-from headrace.llm import AsyncLLM
 from headrace.llm.adapters import open_adapter
+from headrace.llm.in_workers import AsyncLLM
 from headrace.models.model_folder import find_model, open_model
 
 # Called while weights are packed with the variant, the bytes packed so far and the total.

@@ -10,8 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from headrace.config import Config, ModelConfig, ServerConfig
-from headrace.engine.executors.cpu_executor import default_context
-from headrace.engine.executors.image_encoder import ImageEncoder
+from headrace.engine.executors.default_sizes import default_context
 from headrace.engine.process.engine_client import ClientTimeouts, EngineClient
 from headrace.engine.process.supervisor import SupervisorTimeouts
 from headrace.engine.process.worker_address import WorkerTls
@@ -22,7 +21,7 @@ from headrace.gateway.output.tool_formats import detect_tool_format, tool_format
 from headrace.gateway.serving import fingerprint
 from headrace.gateway.serving.served_variant import NO_BOUND, ModelDescription, NoEngine, NoTokenizer, ServedVariant
 from headrace.gateway.upstreams.upstream import Upstream
-from headrace.llm import AsyncLLM
+from headrace.llm.in_workers import AsyncLLM
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import AUTOS
 from headrace.models.vision.pixels import require_pillow
@@ -188,6 +187,8 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
     except HeadraceError as error:
         log.warning("'%s' reads no images. %s", name, error)
         return {"no_images": str(error)}
+    from headrace.engine.executors.image_encoder import ImageEncoder  # the core, which only images need in this process
+
     variant = engine.variant
     encoder = ImageEncoder(
         vision,

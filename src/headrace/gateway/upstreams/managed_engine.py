@@ -184,21 +184,26 @@ class ManagedEngine:
         process = self._process
         assert process is not None
         ended = asyncio.ensure_future(process.wait())
-        failed, checked_at = 0, time.monotonic()
+        # Beside the health checks: an engine that hangs answers neither, and its metrics must not delay them.
+        reading = asyncio.create_task(self._read_loads(probe))
+        failed, check_at = 0, time.monotonic() + self._check_s
         try:
             while True:
-                await asyncio.wait({ended}, timeout=min(_LOAD_S, self._check_s))
+                await asyncio.wait({ended}, timeout=max(0.0, check_at - time.monotonic()))
                 if ended.done():
                     return f"ended with code {ended.result()}"
-                self.load = await probe.read_load()
-                if time.monotonic() - checked_at < self._check_s:
-                    continue
-                checked_at = time.monotonic()
+                check_at = time.monotonic() + self._check_s
                 failed = 0 if await probe.probe() else failed + 1
                 if failed >= self._failures:
                     return f"failed {failed} health checks in a row"
         finally:
             ended.cancel()
+            reading.cancel()
+
+    async def _read_loads(self, probe: EngineProbe) -> None:
+        while True:
+            await asyncio.sleep(min(_LOAD_S, self._check_s))
+            self.load = await probe.read_load()
 
     async def _stop(self) -> None:
         process, self._process = self._process, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config.ledger_section import PriceConfig
-from headrace.errors import RequestError
+from headrace.errors import RequestError, similar_names
 from headrace.gateway.ledger.prices import PriceBook, PriceError
 from headrace.lab.gate.metrics import ESTIMATES, METRICS, NAMES
 
@@ -56,7 +55,7 @@ def read_thresholds(path: Path | None = None) -> Thresholds:
         raise RequestError(f"{path}: {error}", parameter="thresholds") from None
     for name, limit in cast(dict[str, Any], found.limits).items():
         if name not in NAMES:
-            similar = difflib.get_close_matches(name, NAMES, n=1)
+            similar = similar_names(name, NAMES, cutoff=0.6)
             hint = f"Did you mean '{similar[0]}'?" if similar else f"Known: {', '.join(NAMES)}."
             raise RequestError(f"{path}: unknown metric 'limits.{name}'. {hint}", parameter="thresholds")
         if limit is True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.gateway.flow.answer_observer import AnswerObserver, FinishedAnswer
@@ -20,9 +20,11 @@ from headrace.lab.online.faster_options import FasterOptions
 from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.lab_store import LabStore
 from headrace.lab.online.option_quality import OptionQuality
-from headrace.lab.online.semantic_trial import SemanticTrial
 from headrace.lab.online.shadows import RouteQuality, Shadow
 from headrace.lab.recording.redaction import Redactor
+
+if TYPE_CHECKING:
+    from headrace.lab.online.semantic_trial import SemanticTrial
 
 Loop = Callable[[], Coroutine[Any, Any, None]]
 
@@ -87,6 +89,8 @@ class OnlineLab:
             services.accounts.shared.listen(hard_cases.follow)
         semantic = None
         if services.semantic is not None:
+            from headrace.lab.online.semantic_trial import SemanticTrial  # not without the cache: see server.assemble
+
             semantic = SemanticTrial(store, delta=services.semantic.config.delta)
             services.semantic.compared = semantic.take
         gates = None if config.safety.gates is None else Path(config.safety.gates).expanduser()

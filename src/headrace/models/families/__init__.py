@@ -6,11 +6,9 @@ add it to FAMILIES and give it a golden test.
 
 from __future__ import annotations
 
-import difflib
-
 from msgspec.structs import replace
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, similar_names
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import (
     cohere,
@@ -175,7 +173,7 @@ def family_of(config: ConfigJson) -> Family:
         if architecture in family.architectures:
             return family
     known = [name for family in FAMILIES for name in family.architectures]
-    close = difflib.get_close_matches(architecture[:80], known, n=6, cutoff=0.5)
+    close = similar_names(architecture[:80], known, most=6, cutoff=0.5)
     named = ", ".join(dict.fromkeys((*close, "LlamaForCausalLM", "Qwen3ForCausalLM", "BertModel")))
     raise ModelError(
         f"Unknown architecture {architecture[:80]!r}. Headrace supports {len(known)} others, such as {named}; "

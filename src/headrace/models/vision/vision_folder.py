@@ -22,7 +22,7 @@ from headrace.models.families.vision.vision_tower import Connector, TowerSpec, T
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import packed_size
-from headrace.models.precision import parse_plan
+from headrace.models.precision import WeightPlan, parse_plan
 from headrace.models.text.tokenizer_files import read_folder
 from headrace.models.vision import patch_layout, square_layout
 from headrace.models.vision.image_layout import ImageLayout, check_preprocessor, read_preprocessor
@@ -44,9 +44,8 @@ class VisionFolder(NamedTuple):
     extras: dict[str, NDArray[np.float32]]  # of `tower.extras`, as matrices and vectors
 
     @property
-    def stores_bf16(self) -> bool:
-        """Whether the files hold the tower in bf16, so that f32 would only take more memory."""
-        return _stores_bf16(self.folder)
+    def plan(self) -> WeightPlan:
+        return _plan(self.folder)
 
 
 def has_vision(path: Path) -> bool:
@@ -82,7 +81,7 @@ def tower_bytes(path: Path) -> int:
         read_layout(path, tower)
     except ModelError:
         return 0  # the server says why when it opens the model, and serves text
-    plan = parse_plan("bf16" if _stores_bf16(folder) else "f32")
+    plan = _plan(folder)
     return packed_size(folder.spec, folder.shapes, plan) + sum(4 * math.prod(extra.shape) for extra in tower.extras)
 
 
@@ -99,6 +98,11 @@ def _open_tower(path: Path) -> tuple[TowerSpec, ModelFolder, ModelWeights]:
     folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
     return tower, folder, weights
+
+
+def _plan(folder: ModelFolder) -> WeightPlan:
+    """Return bf16 if the files hold the tower in it, so that f32 would only take more memory."""
+    return parse_plan("bf16" if _stores_bf16(folder) else "f32")
 
 
 def _stores_bf16(folder: ModelFolder) -> bool:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
 
 from headrace.errors import RequestError
 from headrace.gateway.serving.fleet import Fleet
-from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 from headrace.server.admin import admin_tables as tables
 from headrace.server.admin.administration import Administration
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.route_table import Route
+
+if TYPE_CHECKING:
+    from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery
 
 log = structlog.stdlib.get_logger("headrace.admin")
 

@@ -5,7 +5,6 @@ Does not know the shape of any dialect's tools.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.config import RequestLimits
+from headrace.errors import similar_names
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.requests.text_request import Tool
 from headrace.server.api.common_parameters import check_count
@@ -42,7 +42,7 @@ def split_hosted_tools(tools: Sequence[Any], own: Sequence[str]) -> tuple[list[t
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         # A misspelled type is not a hosted tool: it is rejected when the tool is converted.
-        if not isinstance(kind, str) or kind in own or difflib.get_close_matches(kind[:64], own, n=1, cutoff=0.7):
+        if not isinstance(kind, str) or kind in own or similar_names(kind[:64], own):
             ours.append((index, tool))  # pyright: ignore[reportUnknownArgumentType]
         else:
             hosted.append((index, kind[:100]))

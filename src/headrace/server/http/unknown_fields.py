@@ -7,7 +7,6 @@ a misspelled parameter is rejected in any case. Knows no endpoint and no table.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from msgspec import inspect
 
+from headrace.errors import similar_names
 from headrace.gateway.api_errors import ApiError
 from headrace.observe import metrics
 
@@ -22,7 +22,7 @@ IGNORED_HEADER: Final = "x-headrace-ignored"
 STRICT_HEADER: Final = "x-headrace-strict-parameters"
 OTHER: Final = "other"  # label of all names that no table has
 
-_SUGGESTED: Final = 0.7  # of difflib, from which on an error suggests a name
+_SUGGESTED: Final = 0.7  # of similar_names, from which on an error suggests a name
 _MISSPELLED: Final = 0.85  # from which on a name is taken for a misspelled one
 _LONGEST_NAME: Final = 100  # characters of a client's parameter name that an error or a header repeats
 _MOST_NAMES: Final = 100  # different ignored names of one request
@@ -61,7 +61,7 @@ class UnknownFields:
             raise unknown_parameter(path, known, name=name)
         if _INDEX.sub("", path) in self._names:
             return
-        if len(name) <= _LONGEST_NAME and difflib.get_close_matches(name, list(known), n=1, cutoff=_MISSPELLED):
+        if len(name) <= _LONGEST_NAME and similar_names(name, list(known), cutoff=_MISSPELLED):
             raise unknown_parameter(path, known, name=name)
         self.ignore(path)
 
@@ -94,7 +94,7 @@ def unknown_parameter(
     """
     name = path if name is None else name
     before, name = path[: len(path) - len(name)], name[:_LONGEST_NAME]
-    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=_SUGGESTED)
+    similar = similar_names(name, list(known), cutoff=_SUGGESTED)
     hint = f" Did you mean '{before}{similar[0]}'?" if similar else ""
     return ApiError(f"Unknown {what} '{before}{name}'.{hint}", parameter=before + name, code="unknown_parameter")
 

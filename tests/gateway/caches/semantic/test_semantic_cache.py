@@ -19,13 +19,8 @@ from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
 from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
 from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, SemanticCache, SemanticLookup
-from headrace.gateway.caches.semantic.semantic_entry import (
-    SemanticKey,
-    StoredAnswer,
-    semantic_key_for,
-    storable_answer,
-    with_example,
-)
+from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer, storable_answer, with_example
+from headrace.gateway.caches.semantic.semantic_key import SemanticKey, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.database import Database

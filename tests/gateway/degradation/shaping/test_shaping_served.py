@@ -10,7 +10,7 @@ from typing import Any
 from headrace.config import LadderConfig, ModelConfig, SurfaceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.caching_server import BLUE, PATH, RED, Caching, caching, question, rest

@@ -14,7 +14,7 @@ from headrace.config.upstream_section import UpstreamFeatures, UpstreamHealthCon
 from headrace.engine.interface.grammar_spec import Grammar
 from headrace.engine.interface.request import FinishReason
 from headrace.engine.interface.sampling import SamplingParams
-from headrace.engine.process.engine_client import OverloadedError
+from headrace.engine.process.client_errors import OverloadedError
 from headrace.errors import RequestError
 from headrace.gateway.requests.text_request import ChoiceDelta
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration

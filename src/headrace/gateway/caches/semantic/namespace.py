@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from headrace.config.cache_section import SemanticConfig, lifetime_s
 from headrace.gateway.caches.semantic.guards import refusal_reason
-from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
+from headrace.gateway.caches.semantic.semantic_key import SemanticKey
 from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds
 from headrace.gateway.caches.semantic.verifier import score
 from headrace.gateway.vector_index import EXACT, GrowingVectors

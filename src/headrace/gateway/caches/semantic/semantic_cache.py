@@ -37,7 +37,8 @@ from headrace.gateway.caches.semantic.bounded_work import BoundedWork
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder, ServedEmbedder
 from headrace.gateway.caches.semantic.namespace import CacheCandidate, Namespace
 from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
-from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, SemanticKey, StoredAnswer, semantic_key_for
+from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
+from headrace.gateway.caches.semantic.semantic_key import SemanticKey, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.caches.semantic.thresholds import ServeDecision, Thresholds

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from headrace.cli import report_errors_as_json
-from headrace.cli.serve import LoadingBars
+from headrace.cli.serving.loading_bars import LoadingBars
 from headrace.config import Config, LogConfig, WorkersConfig, variants_of
 from headrace.engine.process.worker_address import WorkerAddress, WorkerTls
 from headrace.errors import RequestError

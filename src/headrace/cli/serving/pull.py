@@ -81,15 +81,6 @@ def pull_missing(config: Config, console: Console) -> None:
             pull_model(name, console)
 
 
-def served_name(model: str) -> str | None:
-    """Return the name under which a downloaded model is served: that of its repository or package."""
-    if (package := package_name(model)) is not None:
-        return package.package
-    if local_model(model) is not None and (hub := hub_name(model)) is not None:
-        return hub.repository.rpartition("/")[2]
-    return None
-
-
 def _progress(console: Console) -> Progress:
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(

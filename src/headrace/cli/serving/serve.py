@@ -1,25 +1,26 @@
 """`headrace serve`: run the server until a signal stops it.
 
-Maps flags to the configuration and prints progress. headrace.server runs the rest.
+Maps flags to the configuration and prints progress. headrace.server runs the rest. What only some starts need is
+imported where it is needed, because a start takes as long as its imports.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import structlog
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from headrace.cli import report_errors_as_json
-from headrace.cli.pull import pull_missing, served_name
 from headrace.config.loader import find_config_file, variable_of
 from headrace.errors import RequestError
-from headrace.models.model_folder import BUNDLED_NAMES
+from headrace.models.model_folder import BUNDLED_NAMES, local_model
+from headrace.models.sources.downloaded_models import hub_name, package_name
 from headrace.server.config_checks import load_config
 from headrace.variant import DEFAULT_MODEL
 
@@ -100,35 +101,54 @@ def serve(
     if as_json:
         report_errors_as_json()
     loaded = load_config(config, environ=os.environ, flags=flags)
-    console = Console(stderr=True)
     if loaded.server.pull:
-        pull_missing(loaded, console if not as_json else Console(stderr=True, quiet=True))
+        from rich.console import Console
+
+        from headrace.cli.serving.pull import pull_missing
+
+        pull_missing(loaded, Console(stderr=True, quiet=as_json))
     from headrace.server.server import run
 
     def ready(url: str) -> None:
         if as_json:
             structlog.get_logger("headrace").info("serving", models=sorted(loaded.models), url=f"{url}/v1")
-            return
-        names = ", ".join(loaded.models)
-        # One line, however many models there are: programs that start a server look for it.
-        console.print(
-            f"Serving [bold]{names}[/bold] at [bold]{url}/v1[/bold]. Press Ctrl-C to stop. Try:\n", soft_wrap=True
-        )
-        console.print(_first_request(url, keys=bool(loaded.keys)), highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(_welcome(url, loaded.models, keys=bool(loaded.keys)), file=sys.stderr, flush=True)
 
-    with LoadingBars(console) as bars:
+    if as_json or not sys.stderr.isatty():
+        run(loaded, ready=ready)
+        return
+    from rich.console import Console
+
+    from headrace.cli.serving.loading_bars import LoadingBars
+
+    with LoadingBars(Console(stderr=True)) as bars:
 
         def started(url: str) -> None:
             bars.stop()
             ready(url)
 
-        run(loaded, ready=started, loading=bars.show if console.is_terminal and not as_json else None)
+        run(loaded, ready=started, loading=bars.show)
 
 
-def _first_request(url: str, *, keys: bool) -> str:
+def served_name(model: str) -> str | None:
+    """Return the name under which a downloaded model is served: that of its repository or package."""
+    if (package := package_name(model)) is not None:
+        return package.package
+    if local_model(model) is not None and (hub := hub_name(model)) is not None:
+        return hub.repository.rpartition("/")[2]
+    return None
+
+
+def _welcome(url: str, models: Iterable[str], *, keys: bool) -> str:
+    """Return where the server is, in one line however many models there are, because programs that start a server look
+    for it; and a first request."""
     key = "-H 'authorization: Bearer YOUR_KEY' " if keys else ""
-    return f"""  curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'\n"""
+    return f"""Serving {", ".join(models)} at {url}/v1. Press Ctrl-C to stop. Try:
+
+  curl {url}/v1/chat/completions {key}-H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "What is time to first token?"}}]}}'
+"""
 
 
 def _wants_json(config: Path | None, flag: str | None) -> bool:
@@ -143,35 +163,3 @@ def _wants_json(config: Path | None, flag: str | None) -> bool:
         return file is not None and tomllib.loads(file.read_text(encoding="utf-8-sig"))["log"]["format"] == "json"
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-class LoadingBars:
-    """A progress bar for each model while its weights are packed: minutes for a large model, and only once."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("packing {task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._bars: dict[str, TaskID] = {}
-
-    def __enter__(self) -> LoadingBars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def show(self, model: str, done: int, total: int) -> None:
-        if not self._bars:
-            self._progress.start()
-        if model not in self._bars:
-            self._bars[model] = self._progress.add_task(model, total=total)
-        self._progress.update(self._bars[model], completed=done)
-
-    def stop(self) -> None:
-        if self._bars:
-            self._progress.stop()

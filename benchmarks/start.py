@@ -1,0 +1,117 @@
+"""How long `headrace serve` takes from its start to the first token of an answer, with files in memory.
+
+    python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7
+    python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7 --beside ../before/.venv/bin/python
+
+Each Python serves the model once untimed, so that weights are packed and modules compiled, and then takes its turn in
+every round. Printed are medians of the processor time (user and system) that the server and its worker have used when
+the first token comes, and of the time on the clock, which counts only on a quiet machine. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SECONDS = 600.0  # that one start may take: the first one packs the weights
+ASK = b'{"prompt": "The water ran", "max_tokens": 2, "stream": true, "ignore_eos": true}'
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and server.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        try:
+            connection.request("GET", "/health/ready")
+            if connection.getresponse().status == 200:
+                return
+        except (OSError, http.client.HTTPException):
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.005)
+    raise RuntimeError(f"the server did not start (exit code {server.poll()})")
+
+
+def first_token(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/completions", ASK, {"content-type": "application/json"})
+    reply = connection.getresponse()
+    line = reply.readline()
+    if reply.status != 200 or not line.startswith(b"data: {"):
+        raise RuntimeError(f"status {reply.status}: {line!r}")
+    connection.close()
+
+
+def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
+    """Return the processor seconds of the server and of its worker, and the seconds on the clock."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    environ = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its bytecode
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        "HEADRACE_CACHE": str(folder / "cache"),
+        "HEADRACE_STORAGE_FOLDER": str(folder / "storage"),
+        "HEADRACE_LOG_LEVEL": "warning",
+    }
+    command = [python, "-m", "headrace", "serve", given.model, "--weights", given.weights, "--port", str(port)]
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            wait_until_ready(port, server)
+            first_token(port)
+            seconds = time.perf_counter() - began
+            workers = children(server.pid)
+            return cpu_seconds(server.pid), sum(map(cpu_seconds, workers)), seconds
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True, help="folder, GGUF file or name")
+    parser.add_argument("--weights", default="int4")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--beside", action="append", default=[], help="Python of another installation to take turns")
+    given = parser.parse_args()
+    if os.path.exists(given.model):
+        given.model = str(Path(given.model).resolve())
+    found: dict[str, list[tuple[float, float, float]]] = {each: [] for each in (sys.executable, *given.beside)}
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {each: Path(temporary) / str(place) for place, each in enumerate(found)}
+        for python, folder in folders.items():
+            folder.mkdir()
+            start(python, given, folder)
+        for _ in range(given.rounds):
+            for python, folder in folders.items():
+                found[python].append(start(python, given, folder))
+    print(f"{'server s':>10}{'worker s':>10}{'clock s':>10}  python")
+    for python, rounds in found.items():
+        server, worker, clock = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"{server:>10.2f}{worker:>10.2f}{clock:>10.2f}  {python}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Commands that get models and run them for clients and for other servers."""

@@ -1,0 +1,71 @@
+"""Packing ahead: what a server would pack at its first start is there, once, and complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import headrace._core as _core
+from headrace.errors import RequestError
+from headrace.models.model_folder import find_model, open_model
+from headrace.models.pack_ahead import PackedWeights, pack_ahead
+from headrace.models.packing import load_tensors
+from headrace.models.weight_choice import choose_plan
+from headrace.variant import Variant
+
+
+def packed(cache: Path, *variants: Variant, check: bool = False) -> list[PackedWeights]:
+    return list(pack_ahead(variants, cache, threads=1, check=check))
+
+
+def test_a_start_maps_what_was_packed_ahead(tmp_path: Path) -> None:
+    variant = Variant(model="draft", weights="int4")
+    (missing,) = packed(tmp_path, variant, check=True)
+    assert missing.state == "missing"
+    assert not (tmp_path / "packed").exists()
+    (first,) = packed(tmp_path, variant)
+    (again,) = packed(tmp_path, variant)
+    assert (first.state, again.state) == ("packed", "there")
+    assert (first.model, first.weights, first.path) == ("draft", "int4-g32", missing.path)
+    assert 0 < first.bytes <= Path(first.path).stat().st_size
+    folder = open_model(find_model("draft"))
+    loaded = load_tensors(folder, choose_plan(folder, "int4"), _core.Pool(1), cache=tmp_path)
+    assert (loaded.mapped, loaded.bytes) == (True, first.bytes)
+    assert [str(file) for file in (tmp_path / "packed").iterdir()] == [first.path]
+
+
+def test_a_damaged_file_is_missing_and_packed_again(tmp_path: Path) -> None:
+    variant = Variant(model="draft", weights="int4")
+    (first,) = packed(tmp_path, variant)
+    Path(first.path).write_bytes(Path(first.path).read_bytes()[:-1])
+    assert packed(tmp_path, variant, check=True)[0].state == "missing"
+    assert packed(tmp_path, variant)[0].state == "packed"
+    assert packed(tmp_path, variant, check=True)[0].state == "there"
+
+
+def test_a_draft_model_is_packed_too_and_nothing_twice(tiny_folder: Path, tmp_path: Path) -> None:
+    own = Variant(model=str(tiny_folder), weights="int4")
+    drafting = replace(own, speculation="model", draft_model="draft", draft_weights="int8")
+    found = packed(tmp_path, drafting, own, Variant(model="draft", weights="int8"))
+    assert [(each.model, each.weights, each.state) for each in found] == [
+        (tiny_folder.name, "int4-g32", "packed"),
+        ("draft", "int8-g128", "packed"),
+    ]
+    shorter = Variant(model="draft", weights="int8", speculation="self", skip_layers=(1,), draft_weights="int4")
+    assert [(each.weights, each.state) for each in packed(tmp_path, shorter, check=True)] == [
+        ("int8-g128", "there"),
+        ("int4-g32", "missing"),
+    ]
+
+
+def test_a_cache_that_may_not_hold_them_is_an_error_before_anything_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE_GIB", "0.0001")
+    with pytest.raises(RequestError, match=r"the cache may hold 0\.00 GiB\. Raise HEADRACE_CACHE_GIB"):
+        packed(tmp_path, Variant(model="draft", weights="int4"))
+    assert not (tmp_path / "packed").exists()
+    with pytest.raises(RequestError, match="cache = false"):
+        packed(tmp_path, Variant(model="draft", cache=False))
