@@ -27,7 +27,7 @@ from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationPr
 from headrace.bench.evaluation.evaluation_table import markdown
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.variant import Variant
-from training.evaluate import chosen_questions, greedy_answers, load, prompts_of
+from training.evaluate import chosen_questions, greedy_answers, learnt_facts, load, prompts_of
 from training.rows import load_tasks
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def answers(sample: int, threads: int | None) -> list[Document]:
     """Return held-out questions with the greedy answers of the model in f32, control tokens included."""
     folder = open_model(BUNDLED / MODEL)
     tokenizer = folder.tokenizer
-    prompts = prompts_of(folder, chosen_questions(load_tasks(), sample))
+    prompts = prompts_of(folder, chosen_questions(load_tasks(), sample, learnt=learnt_facts()))
     executor = load(folder, "f32", "bf16", threads)
     found = greedy_answers(executor, prompts, tokenizer.eos_ids)
     executor.close()

@@ -107,7 +107,7 @@ class Known(ReplayDrafter):
 
 
 def mini(options: argparse.Namespace) -> None:
-    from training.evaluate import chosen_questions, prompts_of
+    from training.evaluate import chosen_questions, learnt_facts, prompts_of
     from training.rows import load_tasks
 
     ways: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def mini(options: argparse.Namespace) -> None:
         name: LLM("mini", weights=options.weights, threads=options.threads, prefix_cache=False, **way)
         for name, way in ways.items()
     }
-    questions = chosen_questions(load_tasks(), options.questions, seed=3)
+    questions = chosen_questions(load_tasks(), options.questions, seed=3, learnt=learnt_facts())
     prompts = prompts_of(llms["none"].opened.folder, questions)
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for _ in range(options.repeat):

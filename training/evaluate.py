@@ -1,6 +1,6 @@
 """Measures finished models: greedy answers to every held-out question, by Headrace, in each precision.
 
-    python -m training.evaluate FOLDER [--sample N] [--precisions bf16,int4-g32]
+    python -m training.evaluate FOLDER [--sample N] [--precisions bf16,int4-g32] [--learnt]
 
 FOLDER contains `mini` and `draft`. The evaluation reads model folders, so it measures the weights that ship.
 """
@@ -19,11 +19,13 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import Runner, logits
 from headrace.engine.executors.runner import RunnerSequence as Running
 from headrace.models.model_folder import ModelFolder, open_model
+from training.corpus import facts
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right
 from training.rows import Task, load_tasks
 from training.tokenizer import messages_of, write_text
 
+RESULTS: Final = Path(__file__).parent / "evaluation.json"  # of the bundled models
 PRECISIONS: Final = (  # of the weights, of the KV cache
     ("bf16", "bf16"),
     ("int8", "bf16"),
@@ -132,11 +134,24 @@ def accepted(
     return counts
 
 
-def chosen_questions(tasks: Mapping[str, Task], sample: int | None, seed: int = 0) -> list[Question]:
-    """Return all held-out questions, or `sample` of each task."""
+def learnt_facts() -> dict[str, str]:
+    """Return the digests of the facts that the bundled models were trained on, by the facts' ids."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["facts"]
+
+
+def is_learnt(question: Question, learnt: Mapping[str, str]) -> bool:
+    """Return whether a model that learnt these facts can know the expected answer."""
+    name = question.key.partition(": ")[0]
+    return question.task != facts.TASK or learnt.get(name) == facts.digest(question.expected)
+
+
+def chosen_questions(
+    tasks: Mapping[str, Task], sample: int | None, seed: int = 0, *, learnt: Mapping[str, str] | None = None
+) -> list[Question]:
+    """Return all held-out questions, or `sample` of each task. `learnt` leaves out facts that are not among these."""
     questions: list[Question] = []
     for name, task in tasks.items():
-        held_out = task.questions()
+        held_out = [question for question in task.questions() if learnt is None or is_learnt(question, learnt)]
         if sample is not None and sample < len(held_out):
             held_out = Random(f"{seed}/{name}").sample(held_out, sample)
         questions += held_out
@@ -240,6 +255,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="holds mini and draft")
     parser.add_argument("--sample", type=int, help="questions of each task; all by default")
     parser.add_argument("--precisions", help="of the weights, by commas; KV is bf16; the card's seven by default")
+    parser.add_argument(
+        "--learnt", action="store_true", help="leave out facts that the bundled models were not trained on"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     parser.add_argument("--strict", action="store_true", help="exit code 1 where a target is missed")
@@ -248,7 +266,7 @@ def main(arguments: Sequence[str]) -> int:
     results = evaluate(
         options.folder / "mini",
         options.folder / "draft",
-        chosen_questions(load_tasks(), options.sample),
+        chosen_questions(load_tasks(), options.sample, learnt=learnt_facts() if options.learnt else None),
         precisions=PRECISIONS if named is None else [(name, "bf16") for name in named],
         threads=options.threads,
     )

@@ -22,6 +22,7 @@ import torch
 from headrace.models.model_folder import BUNDLED
 from training import evaluate
 from training.card import write_card
+from training.corpus import facts
 from training.decoder import Decoder
 from training.distil import Teacher
 from training.files import copy_model, copy_tokenizer, digest, read_checkpoint, read_model, write_model
@@ -33,7 +34,6 @@ from training.tokenizer import train as train_tokenizer
 from training.train import Pace, Settings, SettingsChangedError, fast_half, train
 
 ROOT: Final = Path(__file__).parent.parent
-RESULTS: Final = ROOT / "training" / "evaluation.json"  # of the installed models
 CARD: Final = ROOT / "docs" / "mini.md"
 STEPS: Final = ("tokenizer", "mini", "draft", "evaluate", "card", "install")
 TOY_STEPS: Final = STEPS[:4]
@@ -180,6 +180,7 @@ def make_evaluation(recipe: Recipe, tasks: Mapping[str, Task]) -> None:
         threads=recipe.threads,
         wrong=recipe.folder / "wrong.jsonl",
     )
+    results["facts"] = facts.digests()  # what these weights were trained on: the corpus may go on
     write_text(recipe.folder / "evaluation.json", json.dumps(results, indent=2) + "\n")
     print("\n".join(f"missed: {miss}" for miss in evaluate.missed(results)) or "every target is met")
 
@@ -205,7 +206,7 @@ def run(recipe: Recipe, steps: Sequence[str], tasks: Mapping[str, Task]) -> None
             case _:
                 for name in ("mini", "draft"):
                     copy_model(recipe.model(name), BUNDLED / name)
-                write_text(RESULTS, (recipe.folder / "evaluation.json").read_text(encoding="utf-8"))
+                write_text(evaluate.RESULTS, (recipe.folder / "evaluation.json").read_text(encoding="utf-8"))
         print(f"== {step}: {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -32,7 +32,7 @@ from headrace.lab.tuning.classifier_fit import Floats, balanced, fitted, ranked
 from headrace.models.model_folder import BUNDLED, open_model
 from training.corpus.conversation import Question
 from training.corpus.scoring import is_right
-from training.evaluate import MOST_TOKENS, SIDE_BY_SIDE, chosen_questions, load, prompts_of
+from training.evaluate import MOST_TOKENS, SIDE_BY_SIDE, chosen_questions, learnt_facts, load, prompts_of
 from training.rows import load_tasks
 from training.tokenizer import messages_of, write_text
 
@@ -148,7 +148,8 @@ def _measure(row: NDArray[np.float32], token: int, logprobs: list[float], tops: 
 
 def answer_all(models: Path, sample: int | None, *, weights: str = "bf16", threads: int | None = None) -> Pairs:
     """Answer `sample` questions of each task, or all."""
-    questions = chosen_questions(load_tasks(), sample)
+    learnt = learnt_facts() if models == BUNDLED else None
+    questions = chosen_questions(load_tasks(), sample, learnt=learnt)
     found = {name: answers_of(models / name, questions, weights, threads) for name in MODELS}
     pairs = [
         pair_of(question, draft, mini)

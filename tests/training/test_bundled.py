@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from headrace.cli import main
 from headrace.engine.executors.runner import logits
 from headrace.models.model_folder import BUNDLED, BUNDLED_NAMES, open_model
 from training.card import acceptance, quality
-from training.evaluate import accepted, chosen_questions, greedy_answers, load, prompts_of, quick, share
+from training.corpus import facts
+from training.evaluate import accepted, chosen_questions, greedy_answers, is_learnt, load, prompts_of, quick, share
 from training.rows import load_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +42,19 @@ def test_the_card_has_the_numbers_of_the_evaluation(results: dict[str, Any]) -> 
     assert acceptance(results) in card
 
 
+def test_the_card_counts_the_facts_that_the_weights_have_not_seen(results: dict[str, Any]) -> None:
+    known, learnt = facts.digests(), results["facts"]
+    new = known.keys() - learnt.keys()
+    changed = {name for name in known.keys() & learnt.keys() if known[name] != learnt[name]}
+    card = (ROOT / "docs" / "mini.md").read_text(encoding="utf-8")
+    said = re.search(r"have not seen (\d+) newer facts and the new answers of (\d+) others", card)
+    assert (said and said.groups()) == (str(len(new)), str(len(changed)))
+    seen = [question for question in facts.questions() if is_learnt(question, learnt)]
+    assert len(seen) == facts.HELD_OUT * len(known.keys() - new - changed)
+
+
 def test_both_are_as_good_as_their_card_says(results: dict[str, Any]) -> None:
-    questions = chosen_questions(load_tasks(), SAMPLE, seed=1)
+    questions = chosen_questions(load_tasks(), SAMPLE, seed=1, learnt=results["facts"])
     recorded = {"mini": results["precisions"][0]["tasks"], "draft": results["draft"]["tasks"]}
     for name, tasks in recorded.items():
         counts = quick(BUNDLED / name, questions)
@@ -50,7 +63,7 @@ def test_both_are_as_good_as_their_card_says(results: dict[str, Any]) -> None:
 
 
 def test_the_draft_foretells_as_much_of_mini_as_its_card_says(results: dict[str, Any]) -> None:
-    questions = chosen_questions(load_tasks(), 10, seed=2)
+    questions = chosen_questions(load_tasks(), 10, seed=2, learnt=results["facts"])
     model, small = open_model(BUNDLED / "mini"), open_model(BUNDLED / "draft")
     prompts = prompts_of(model, questions)
     executor, drafter = load(model, "bf16", "bf16"), load(small, "bf16", "bf16")

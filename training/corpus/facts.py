@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 
@@ -117,6 +118,16 @@ def read(topic: str, name: str, written: FactEntry) -> Fact:
         held_out=questions[-HELD_OUT:],
         documents=written.documents,
     )
+
+
+def digest(answer: str) -> str:
+    """Return a short digest of an answer, by which finished weights remember what they learnt."""
+    return blake2b(answer.encode(), digest_size=4).hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Return the digest of each fact's answer by its id."""
+    return {fact.id: digest(fact.answer) for fact in facts()}
 
 
 def defining(written: FactEntry) -> Iterator[str]:
