@@ -43,19 +43,19 @@ from headrace.gateway.ledger.budgets import (
     RefusalReason,
     TenantBudgets,
 )
+from headrace.gateway.ledger.charge_journal import ChargeJournal
 from headrace.gateway.ledger.charge_writer import ChargeWriter
-from headrace.gateway.ledger.charges import ChargeCalculator, crash_settlement
+from headrace.gateway.ledger.charges import ChargeCalculator
 from headrace.gateway.ledger.holds import BudgetHolds, OpenCharge
-from headrace.gateway.ledger.journal import Journal, JournalError, JournalRecord
 from headrace.gateway.ledger.ledger_bounds import CountLedgerEvent, LedgerBounds, LedgerEvent, LedgerStatistics
-from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ReservedCharge, Settlement
-from headrace.gateway.ledger.ledger_store import BudgetAlert, ChargeProgress, LedgerStore
+from headrace.gateway.ledger.ledger_records import BudgetScope, LedgerEntry, ReservedCharge
+from headrace.gateway.ledger.ledger_store import BudgetAlert, LedgerStore
+from headrace.gateway.ledger.ledger_upkeep import LedgerUpkeep
 from headrace.gateway.ledger.periods import Calendar
 from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.observe import metrics
-from headrace.observe.outage_log import OutageLog
 
 log: Final = logging.getLogger(__name__)
 
@@ -65,14 +65,6 @@ _REFUSED: Final[dict[RefusalReason, LedgerEvent]] = {
     "store": "refused_store",
     "full": "refused_full",
 }
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode_reserved: Final = msgspec.msgpack.Decoder(ReservedCharge).decode
-_decode_settled: Final = msgspec.msgpack.Decoder(Settlement).decode
-
-_RENEW_S: Final = 1.0  # interval of renewals of leases
-_PAUSE_S: Final = 0.05  # between two batches of pruning
-_TEND_S: Final = 5.0  # interval of store maintenance
-_PRUNE_S: Final = 3600.0  # interval of pruning
 
 
 class LedgerError(HeadraceError):
@@ -116,10 +108,9 @@ class Ledger:
         self._monotonic = monotonic
         self._count = count
         self._run = secrets.token_hex(16)
-        self._journal_path = journal
-        self._journal: Journal | None = None
-        self._journal_outage = OutageLog(log, "cannot write the ledger's journal", clock=monotonic)
-        self._journal_failures = 0
+        self._journal = ChargeJournal(
+            journal, slots=self._bounds.exchanges, run=self._run, count=count, monotonic=monotonic
+        )
         self._open: dict[str, OpenCharge] = {}  # running or not stored yet
         self._receipts: OrderedDict[str, Receipt] = OrderedDict()  # of recently settled requests
         self._ended: set[BudgetScope] = set()  # budgets that have rejected a request
@@ -147,6 +138,22 @@ class Ledger:
             monotonic=monotonic,
             ended=self._budget_ended,
             went_down=lambda: self._count("store_down", 1),
+        )
+        self._upkeep = LedgerUpkeep(
+            store,
+            journal=self._journal,
+            holds=self._holds,
+            writer=self._writer,
+            calendar=self._calendar,
+            bounds=self._bounds,
+            running=self._open,
+            ended=self._ended,
+            recover=self._recover,
+            cost_at=self._cost_at,
+            lock=self._lock,
+            clock=clock,
+            monotonic=monotonic,
+            count=count,
         )
 
     @staticmethod
@@ -190,13 +197,13 @@ class Ledger:
 
     async def open(self) -> None:
         """Start, and charge what an earlier run left open. Raise JournalError if another process has the journal."""
-        previous = self._open_journal()
+        previous, left = self._journal.open()
+        self._recover(left)
         await self.store.open(self._run, previous)
-        work = [self._writer.run(), self._sync(), self._tend()]
+        work = [self._writer.run(), *self._upkeep.tasks()]
         if self.store.shared:
             with contextlib.suppress(Exception):  # logged; it is retried every second
                 await self._holds.renew()
-            work.append(self._renew())
         if self._courier is not None:
             work.append(self._courier.run())
         self._tasks = [asyncio.create_task(each) for each in work]
@@ -218,10 +225,7 @@ class Ledger:
         for open in self._writer.waiting.values():
             if open.slot is None:
                 self._lose(open)
-        if self._journal is not None:
-            await asyncio.to_thread(self._journal.sync)
-            self._journal.close()
-            self._journal = None
+        await self._journal.close()
         await self.store.close()
 
     async def flush(self) -> None:
@@ -303,11 +307,7 @@ class Ledger:
         if open is None or open.settled is not None or output_tokens <= open.sent_tokens:
             return
         open.sent_tokens = output_tokens
-        if open.slot is not None and self._journal is not None:
-            try:
-                self._journal.progress(open.slot, output_tokens, open.machine_us)
-            except OSError as error:
-                self._journal_failed(error)
+        self._journal.progress(open)
 
     async def extend(self, id: str, output_tokens: int) -> bool:
         """Wait for room after `progress` returned False. Return False if the response must end."""
@@ -348,7 +348,8 @@ class Ledger:
             if entry is None:
                 raise LedgerError("This request was not reserved.")
             _check(entry)
-            open = self._unreserved(entry)
+            open = self._open_charge(entry)
+            self._journal.reserve_late(open)
         settled = self._charging.settlement(
             open.reserved, usage, ended, variant=variant, hit=hit, instead_of=instead_of, route=route
         )
@@ -361,11 +362,7 @@ class Ledger:
             self._lose(open)
             return receipt
         self._holds.settle(open, settled.micros)
-        if open.slot is not None and self._journal is not None:
-            try:
-                self._journal.settle(open.slot, _encode(settled))
-            except (OSError, JournalError) as error:
-                self._journal_failed(error)
+        self._journal.settle(open)
         self._writer.charge(open)
         self._count("settled", 1)
         return receipt
@@ -400,16 +397,6 @@ class Ledger:
         self._open[entry.id] = open
         return open
 
-    def _unreserved(self, entry: LedgerEntry) -> OpenCharge:
-        open = self._open_charge(entry)
-        if self._journal is not None and (slot := self._journal.take()) is not None:
-            open.slot = slot
-            try:
-                self._journal.reserve(slot, _encode(open.reserved))
-            except (OSError, JournalError) as error:
-                self._journal_failed(error)
-        return open
-
     def _drop(self, open: OpenCharge) -> None:
         """Undo a reservation."""
         self._open.pop(open.id, None)
@@ -417,7 +404,7 @@ class Ledger:
         self._holds.release(open)
         if open.stored:
             self._writer.release(open.id)
-        self._free(open)
+        self._journal.free(open)
 
     def _written(self, open: OpenCharge, known: bool) -> None:
         """Called once the charge is stored. `known`: the store already had it."""
@@ -426,7 +413,7 @@ class Ledger:
         if known:
             self._count("known", 1)
         self._open.pop(open.id, None)
-        self._free(open)
+        self._journal.free(open)
 
     def _count_decision(self, verdict: BudgetDecision) -> BudgetDecision:
         match verdict:
@@ -465,9 +452,9 @@ class Ledger:
 
     def statistics(self) -> LedgerStatistics:
         waiting = len(self._writer.waiting)
-        journal = self._journal is not None or self._journal_path is None
         down = self._holds.leases.health.is_down
-        return LedgerStatistics(len(self._open) - waiting, waiting, self._writer.behind_s, journal, down)
+        running = len(self._open) - waiting
+        return LedgerStatistics(running, waiting, self._writer.behind_s, self._journal.is_healthy, down)
 
     def _budget_ended(self, standing: BudgetStatus, scope: BudgetScope) -> None:
         if standing.budget.alerts and scope not in self._ended:
@@ -476,154 +463,46 @@ class Ledger:
 
     # The journal
 
-    def _open_journal(self) -> str:
-        """Open the journal and return the name of the previous run. A disk failure is retried later."""
-        if self._journal_path is None:
-            return ""
-        try:
-            journal, found = Journal.open(self._journal_path, slots=self._bounds.exchanges, run=self._run)
-        except OSError as error:
-            self._journal_failed(error)
-            return ""
-        self._journal = journal
-        for each in found:
-            self._recover(each)
-        if found or journal.torn:
-            log.warning("the previous run left %d requests open; %d could not be read", len(found), journal.torn)
-            self._count("recovered", len(found))
-        return journal.previous_run
-
-    def _recover(self, found: JournalRecord) -> None:
-        try:
-            reserved = _decode_reserved(found.reserved)
-            settled = None if found.settled is None else _decode_settled(found.settled)
-        except msgspec.DecodeError:
-            log.error("cannot read slot %d of the ledger's journal; it is kept unchanged", found.slot)
-            return
-        if settled is None:
-            settled = crash_settlement(reserved, found.output_tokens, found.machine_us)
-        open = OpenCharge(reserved, slot=found.slot, settled=settled)
-        self._open[open.id] = open
-        self._holds.settle(open, settled.micros)
-        self._writer.charge(open)
+    def _recover(self, left: list[OpenCharge]) -> None:
+        """Charge what a previous run left in the journal."""
+        for open in left:
+            assert open.settled is not None
+            self._open[open.id] = open
+            self._holds.settle(open, open.settled.micros)
+            self._writer.charge(open)
 
     def _record_reservation(self, open: OpenCharge, verdict: Admitted) -> BudgetDecision:
         """Write the reservation to the journal, after which the request may be served."""
         if not verdict.checked:
             self._count("unchecked", 1)
-        if self._journal_path is not None:
-            try:
-                if self._journal is None:
-                    raise OSError("the journal could not be opened")
-                open.slot = self._journal.take()
-                if open.slot is None:
-                    return FULL
-                self._journal.reserve(open.slot, _encode(open.reserved))
-            except OSError as error:
-                self._journal_failed(error)
-                if self._accounts.of(open.reserved.entry.tenant).when_down == "closed":
-                    return UNAVAILABLE
+        match self._journal.reserve(open):
+            case "full":
+                return FULL
+            case "failed" if self._accounts.of(open.reserved.entry.tenant).when_down == "closed":
+                return UNAVAILABLE
+            case _:
+                pass
         if self.store.shared:
             self._writer.open(open)
         return verdict
-
-    def _free(self, open: OpenCharge) -> None:
-        if open.slot is not None and self._journal is not None:
-            try:
-                self._journal.free(open.slot)
-            except OSError as error:
-                self._journal_failed(error)
-            open.slot = None
-
-    def _journal_failed(self, error: Exception) -> None:
-        self._count("journal_failed", 1)
-        self._journal_failures += 1
-        self._journal_outage.failed(error)
 
     def _lose(self, open: OpenCharge) -> None:
         self._count("lost", 1)
         log.error("a charge was lost: %s", msgspec.json.encode((open.reserved, open.settled)).decode())
 
-    # Background work
-
-    async def _sync(self) -> None:
-        """Sync the journal to disk periodically, independent of the store."""
-        while True:
-            failures = self._journal_failures
-            await asyncio.sleep(self._bounds.sync_s)
-            try:
-                if self._journal is None:
-                    self._open_journal()
-                elif self._journal.changed:
-                    await asyncio.to_thread(self._journal.sync)
-                    if self._journal_failures == failures:
-                        self._journal_outage.succeeded()
-            except (OSError, JournalError) as error:
-                self._journal_failed(error)
-            if self.store.shared and (moved := self._moved()):
-                self._writer.move(moved)
-
-    async def _renew(self) -> None:
-        """Keep the leases, whether they are used or not."""
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            try:
-                await self._holds.renew()
-            except Exception as error:
-                log.debug("leases were not renewed: %s", error)  # counted and logged by their health
+    # Background work, which also runs by itself
 
     async def renew(self) -> None:
         """Renew the leases now, and give back what other gateways want."""
         await self._holds.renew()
 
-    async def _tend(self) -> None:
-        pruned = self._monotonic()
-        outage = OutageLog(log, "the ledger could not be tended", clock=self._monotonic)
-        while True:
-            await asyncio.sleep(_TEND_S)
-            try:
-                await self.tend()
-                outage.succeeded()
-                if self._monotonic() - pruned >= _PRUNE_S:
-                    pruned = self._monotonic()
-                    await self.prune()
-            except Exception as error:
-                outage.failed(error)
-
-    def _moved(self) -> list[ChargeProgress]:
-        """Return the progress of running requests that the store does not have yet."""
-        return [
-            ChargeProgress(open.id, open.sent_tokens, open.machine_us, self._cost_at(open, open.sent_tokens))
-            for open in self._open.values()
-            if open.stored and open.settled is None and open.sent_tokens > open.reported_tokens
-        ]
-
     async def tend(self) -> None:
         """Take over the open requests of dead servers in a shared store, and drop past periods."""
-        now = self._clock()
-        self._holds.forget(now)
-        day = self._calendar.day(now)
-        self._ended = {scope for scope in self._ended if day.startswith(scope.period)}
-        found = await self.store.tend(self._open, self._calendar.days_before(now, 2))
-        if found:
-            self._count("recovered", len(found))
-            self._writer.take_over(found)
+        await self._upkeep.tend()
 
     async def prune(self) -> int:
         """Delete charges past their retention and return how many. Their sums stay."""
-        before = self._calendar.days_before(self._clock(), self._bounds.keep_days)
-        dropped = 0
-        while True:
-            # What the journal still has, the store must still know: no batch is under way here, and none will be
-            # before the journal is on the disk.
-            async with self._lock:
-                if self._journal is not None:
-                    await asyncio.to_thread(self._journal.sync)
-                some = await self.store.prune(before)
-            dropped += some
-            if not some:
-                return dropped
-            await asyncio.sleep(_PAUSE_S)  # others use the disk, too
+        return await self._upkeep.prune()
 
 
 def _check(entry: LedgerEntry) -> None:
