@@ -177,7 +177,8 @@ routes: Final = Counter(
 )
 shadows: Final = Counter(
     "headrace_shadow",
-    "Copies of requests for shadows: copied, exact (the same answer), failed, timeout, queue_full, budget.",
+    "Copies of requests for shadows: copied, exact (the same answer), asked_again (to keep a pair), failed, timeout, "
+    "queue_full, budget.",
     ("shadow", "outcome"),
     registry=registry,
 )

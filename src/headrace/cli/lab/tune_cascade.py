@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.admin.admin_client import path_segment, request
 from headrace.config.toml_text import toml_value
 from headrace.errors import RequestError
 from headrace.gateway.routing.calibration import write_labelled
@@ -35,6 +36,8 @@ def cascade(
     prompts: Path | None = None,
     recorded: Path | None = None,
     pairs: Path | None = None,
+    shadow: str | None = None,
+    url: Annotated[str, Parameter(env_var=("HEADRACE_ADMIN_URL", "HEADRACE_URL"))] = "http://localhost:8000",
     out: Path = Path("cascade"),
     quality: float = 0.98,
     sure: float = 1.0,
@@ -65,7 +68,13 @@ def cascade(
     recorded
         A recording, as `headrace recordings export` writes it.
     pairs
-        Judged pairs of an earlier run, in place of --small and --large.
+        Judged pairs of an earlier run, in place of answers by --small and --large.
+    shadow
+        Shadow of a running server that double-checks a small variant and keeps `pairs`, in place of all these. The key
+        of an administrator is read from HEADRACE_ADMIN_KEY.
+    url
+        With --shadow: URL of the server, or unix:PATH for its admin.socket. Default: $HEADRACE_ADMIN_URL or
+        $HEADRACE_URL, else http://localhost:8000.
     out
         Folder for the results.
     quality
@@ -90,6 +99,12 @@ def cascade(
     for name, value in (("quality", quality), ("agree", agree), ("delta", delta)):
         if not 0.0 < value <= 1.0:
             raise RequestError(f"{name} must be above 0 and at most 1, not {value:g}.", parameter=name)
+    if pairs is not None and shadow is not None:
+        raise RequestError("Pass either --pairs or --shadow.", parameter="pairs")
+    if shadow is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        pairs = out / "pairs.jsonl"
+        pairs.write_bytes(request(url, "GET", f"shadows/{path_segment(shadow)}/pairs"))
     if pairs is not None:
         judged = read_pairs(pairs)
     else:
@@ -107,7 +122,9 @@ def cascade(
 
 def _specs(small: str | None, large: str | None) -> list[AnswererSpec]:
     if small is None or large is None:
-        raise RequestError("Name both variants with --small and --large, or pass --pairs.", parameter="small")
+        raise RequestError(
+            "Name both variants with --small and --large, or pass --pairs or --shadow.", parameter="small"
+        )
     return [parse_spec(small, parameter="small"), parse_spec(large, parameter="large")]
 
 

@@ -16,7 +16,13 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from headrace.gateway.accounts.account_records import AccountRecord, RecordValue, decode_records, encode_value
+from headrace.gateway.accounts.account_records import (
+    AccountRecord,
+    RecordValue,
+    TenantRecord,
+    decode_records,
+    encode_value,
+)
 from headrace.gateway.accounts.audit_log import AuditEntry, AuditRow, ChainPosition, pruning_entry, seal
 from headrace.gateway.database import Database, storage_unavailable
 
@@ -88,6 +94,15 @@ class AccountChanges(msgspec.Struct, frozen=True, kw_only=True):
     now: float  # the clock of the store, shared by all gateways
     records: tuple[AccountRecord, ...]
     whole: bool = False  # True: all records; every other record was removed
+
+    @property
+    def deleted_tenants(self) -> frozenset[str]:
+        """Return the tenants that were deleted, whose texts must not be kept."""
+        return frozenset(
+            record.id
+            for record in self.records
+            if isinstance(record.value, TenantRecord) and record.value.deleted is not None
+        )
 
 
 class CommitResult(msgspec.Struct, frozen=True):

@@ -70,7 +70,7 @@ class BackgroundCopies:
         bounds: CopyBounds,
         generate: Generate,
         *,
-        count: Callable[[str], None],  # counts an outcome: queue_full, budget, failed, timeout, copied
+        count: Callable[[str], None],  # counts an outcome: queue_full, budget, failed, timeout, copied, asked_again
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.bounds = bounds
@@ -120,8 +120,10 @@ class BackgroundCopies:
                 log.error("a copy of a request failed", exc_info=error)
                 self._count("failed")
 
-    async def answer(self, copy: Copy, served: ServedVariant) -> tuple[list[Choice], AnswerText]:
-        """Answer a copy by a variant. CopyError if that fails or takes too long."""
+    async def answer(
+        self, copy: Copy, served: ServedVariant, *, outcome: str = "copied"
+    ) -> tuple[list[Choice], AnswerText]:
+        """Answer a copy by a variant, and count the outcome. CopyError if that fails or takes too long."""
         exchange = Exchange(
             caller=copy.caller,
             text_request=copy.text_request.but(model=served.name),
@@ -138,7 +140,7 @@ class BackgroundCopies:
             raise CopyError("failed") from None
         finally:
             self._spend(exchange)
-        self._count("copied")
+        self._count(outcome)
         first_s = exchange.first_at - exchange.arrival if exchange.first_at else 0.0
         last_s = exchange.last_at - exchange.arrival if exchange.last_at else 0.0
         return choices, AnswerText.of(choices, tokens=exchange.usage.output_tokens, seconds=last_s, first_s=first_s)

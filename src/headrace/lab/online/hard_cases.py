@@ -11,7 +11,6 @@ from collections import deque
 
 import msgspec
 
-from headrace.gateway.accounts.account_records import TenantRecord
 from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
@@ -54,11 +53,10 @@ class HardCases:
 
     def follow(self, changes: AccountChanges) -> None:
         """Forget the cases of deleted tenants."""
-        for record in changes.records:
-            if record.kind == "tenant" and isinstance(record.value, TenantRecord) and record.value.deleted is not None:
-                kept = [case for case in self.cases if case.record.tenant != record.id]
-                self.cases.clear()
-                self.cases.extend(kept)
+        if deleted := changes.deleted_tenants:
+            kept = [case for case in self.cases if case.record.tenant not in deleted]
+            self.cases.clear()
+            self.cases.extend(kept)
 
     def trace(self) -> bytes:
         """Return the cases as a trace, which the gate and replay read."""

@@ -18,6 +18,7 @@ from headrace.lab.online.canary_operations import CanaryOperations
 from headrace.lab.online.drift_watch import DriftWatch
 from headrace.lab.online.faster_options import FasterOptions
 from headrace.lab.online.hard_cases import HardCases
+from headrace.lab.online.judged_requests import JudgedRequests
 from headrace.lab.online.lab_store import LabStore
 from headrace.lab.online.option_quality import OptionQuality
 from headrace.lab.online.shadows import RouteQuality, Shadow
@@ -40,14 +41,16 @@ class OnlineLab:
         drift: DriftWatch | None = None,
         semantic: SemanticTrial | None = None,
         faster: FasterOptions | None = None,
+        pairs: Mapping[str, JudgedRequests] | None = None,
     ) -> None:
-        """`canaries`: None in a front process, which relays calls about them."""
+        """`canaries`: None in a front process, which relays calls about them. `pairs`: by shadow."""
         self.shadows = shadows or {}
         self.canaries = canaries
         self.hard_cases = hard_cases  # None: none are kept
         self.drift = drift  # None: nothing is watched
         self.semantic = semantic  # None: there is no semantic cache
         self.faster = faster
+        self.pairs = pairs or {}
 
     @classmethod
     def from_config(
@@ -59,6 +62,14 @@ class OnlineLab:
             encoder = None if config.drift.encoder is None else served[config.drift.encoder]
             drift = DriftWatch(config.drift, store, encoder=encoder, prices=prices)
         judged = None if drift is None else partial(_note_quality, drift)
+        redactor, unnamed = Redactor.from_config(config.recording), config.recording.unnamed
+        pairs = {
+            name: JudgedRequests(redactor, most=each.pairs, better=each.variant, prices=prices, unnamed=unnamed)
+            for name, each in config.routing.shadows.items()
+            if each.judge == "shadow" and each.pairs
+        }
+        for each in pairs.values():
+            services.accounts.shared.listen(each.follow)
         shadows = {
             name: Shadow(
                 name,
@@ -67,6 +78,7 @@ class OnlineLab:
                 generate,
                 similarity,
                 judged=judged if each.judge == "shadow" else None,
+                pairs=pairs.get(name),
                 fast=config.profiles.fast,
             )
             for name, each in config.routing.shadows.items()
@@ -81,11 +93,9 @@ class OnlineLab:
             similarity,
             prices=prices,
         )
-        golden, recording = config.routing.golden, config.recording
-        hard_cases = None
+        golden, hard_cases = config.routing.golden, None
         if golden.checks and golden.hard_cases:
-            redactor = Redactor.from_config(recording)
-            hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=recording.unnamed)
+            hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=unnamed)
             services.accounts.shared.listen(hard_cases.follow)
         semantic = None
         if services.semantic is not None:
@@ -97,7 +107,7 @@ class OnlineLab:
         quality = OptionQuality(gates, canaries, shadows)
         faster = FasterOptions(config, services.observer.latencies, quality)
         services.option_note = faster.note
-        return cls(shadows, canaries, hard_cases, drift, semantic, faster)
+        return cls(shadows, canaries, hard_cases, drift, semantic, faster, pairs)
 
     @property
     def observers(self) -> tuple[AnswerObserver, ...]:

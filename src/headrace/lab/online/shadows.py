@@ -20,12 +20,14 @@ from headrace.config.shaping_section import ProfileConfig
 from headrace.gateway.accounts.access import allows_model
 from headrace.gateway.degradation.shaping.fast_profile import apply_fast_profile
 from headrace.gateway.flow.answer_observer import FinishedAnswer
+from headrace.gateway.routing.cascade import with_logprobs
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
 from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
+from headrace.lab.online.judged_requests import CopiedAnswer, JudgedRequests
 from headrace.observe import metrics
 
 MOST_ROUTES: Final = 64  # of which a shadow keeps a summary
@@ -47,10 +49,12 @@ class Shadow:
         similarity: Similarity,
         *,
         judged: Judged | None = None,
+        pairs: JudgedRequests | None = None,
         fast: ProfileConfig | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`served`: the variant that answers the copies. `fast`: the fast profile."""
+        """`served`: the variant that answers the copies. `pairs`: where a double-check keeps what it judged. `fast`:
+        the fast profile."""
         self.name = name
         self.config = config
         self.total = DifferenceSummary()
@@ -59,6 +63,7 @@ class Shadow:
         self._served = served
         self._similarity = similarity
         self._judged = judged
+        self._pairs = pairs
         self._fast = fast
         self._variants = frozenset(config.of)
         self._tenants = frozenset(config.tenants)
@@ -112,7 +117,7 @@ class Shadow:
         self.copies.submit(partial(self._compare, copy, finished, answer))
 
     async def _compare(self, copy: Copy, finished: FinishedAnswer, served: AnswerText) -> None:
-        _, shadow = await self.copies.answer(copy, self._served)
+        choices, shadow = await self.copies.answer(copy, self._served)
         similarity = self._similarity(served.text, shadow.text)
         self.total.add(served, shadow, similarity)
         exchange = finished.exchange
@@ -125,6 +130,16 @@ class Shadow:
             metrics.of(metrics.route_quality, variant, route).observe(similarity)
         if self._judged is not None:
             self._judged(self.name, finished, served, shadow, similarity)
+        if self._pairs is not None and self._pairs.wants(finished):
+            await self._keep_pair(self._pairs, copy, finished, CopiedAnswer(choices, shadow))
+
+    async def _keep_pair(
+        self, pairs: JudgedRequests, copy: Copy, finished: FinishedAnswer, better: CopiedAnswer
+    ) -> None:
+        """Ask the served variant once more, for the confidence in its answer, and keep both answers."""
+        again = msgspec.structs.replace(copy, text_request=with_logprobs(copy.text_request))
+        served = finished.exchange.served
+        pairs.add(finished, CopiedAnswer(*await self.copies.answer(again, served, outcome="asked_again")), better)
 
     def _summary(self, variant: str, route: str) -> DifferenceSummary:
         key = (variant, route)

@@ -67,12 +67,13 @@ def record_of(finished: FinishedAnswer, arrived: float, redactor: Redactor) -> R
         body=redactor.value(body),
         variant=exchange.served.name,
         route=exchange.route,
-        answers=tuple(_answer(choice, redactor, first, last) for choice in finished.choices),
+        answers=tuple(answer_of(choice, redactor, first, last) for choice in finished.choices),
         ended=finished.ended,
     )
 
 
-def _answer(choice: Choice, redactor: Redactor, ttft_s: float | None, e2el_s: float | None) -> Answer:
+def answer_of(choice: Choice, redactor: Redactor, ttft_s: float | None, e2el_s: float | None) -> Answer:
+    """Return a choice as an answer, redacted."""
     return Answer(
         text=redactor.text(choice.content),
         calls=tuple(AnsweredCall(call.name, redactor.text(call.arguments)) for call in choice.calls),

@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from headrace.config import Config
-from headrace.gateway.accounts.account_records import TenantRecord
 from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.accounts.account_sync import AccountSync
 from headrace.gateway.accounts.tenant_policies import settings_of
@@ -127,9 +126,8 @@ class Recorder:
         accounts.listen(self._account_changes)
 
     def _account_changes(self, changes: AccountChanges) -> None:
-        for record in changes.records:
-            if record.kind == "tenant" and isinstance(record.value, TenantRecord) and record.value.deleted is not None:
-                self.delete(record.id)
+        for tenant in changes.deleted_tenants:
+            self.delete(tenant)
 
     async def run(self) -> None:
         """Delete what is too old, now and every hour; write what is queued when this is cancelled."""

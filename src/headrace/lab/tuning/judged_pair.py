@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.calibration import LabelledAnswer
 from headrace.gateway.routing.complexity import features
+from headrace.gateway.routing.confidence import MEASURES, Confidence
 from headrace.lab.cases.case import Case
 from headrace.lab.comparison.answer import Answer
 from headrace.lab.comparison.answer_comparison import compare_answers
@@ -62,6 +63,27 @@ def quality(answer: Answer, reference: Answer, case: Case) -> float:
     return found.similarity
 
 
+def judged_pair(
+    case: Case, small: Answer, large: Answer, confidence: Confidence, costs: tuple[float, float]
+) -> JudgedPair | None:
+    """Judge both answers by the case's good one, or the small one by the large one. None without a confidence."""
+    if not confidence.tokens:
+        return None
+    good = large if case.expected is None else Answer(text=case.expected, calls=case.expected_calls)
+    request = request_of(case)
+    return JudgedPair(
+        id=case.id,
+        question=question_of(request),
+        features=features_of(request),
+        confidence={measure: round(confidence.value(measure), 6) for measure in MEASURES},
+        small=quality(small, good, case),
+        large=1.0 if case.expected is None else quality(large, good, case),
+        small_cost=costs[0],
+        large_cost=costs[1],
+        answer=large.text,
+    )
+
+
 def request_of(case: Case) -> TextRequest:
     """Return the request as routing sees it."""
     body = case.body
@@ -87,8 +109,12 @@ def features_of(request: TextRequest) -> tuple[float, ...]:
     return tuple(round(each, 5) for each in features(request))
 
 
+def pair_lines(pairs: Iterable[JudgedPair]) -> bytes:
+    return b"".join(msgspec.json.encode(each) + b"\n" for each in pairs)
+
+
 def write_pairs(path: Path, pairs: Iterable[JudgedPair]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in pairs))
+    path.write_bytes(pair_lines(pairs))
 
 
 def read_pairs(path: Path) -> list[JudgedPair]:

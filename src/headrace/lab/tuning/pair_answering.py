@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.gateway.routing.confidence import MEASURES, TOP, Confidence
+from headrace.gateway.routing.confidence import TOP, Confidence
 from headrace.lab.answering.model_server import ModelServer
 from headrace.lab.cases.case import COMPLETIONS, Case
 from headrace.lab.comparison.answer import Answer
-from headrace.lab.tuning.judged_pair import JudgedPair, features_of, quality, question_of, request_of
+from headrace.lab.tuning.judged_pair import JudgedPair, judged_pair
 
 
 async def answer_pairs(
@@ -50,26 +50,11 @@ def _logprobs(case: Case) -> dict[str, Any]:
 def _judged(
     case: Case, small: Answer, large: Answer, choice: dict[str, Any], price_ratio: float | None
 ) -> JudgedPair | None:
-    confidence = confidence_of(choice)
-    if not confidence.tokens:
-        return None
-    good = large if case.expected is None else Answer(text=case.expected, calls=case.expected_calls)
     if price_ratio is None:
         costs = small.e2el_s or 0.0, large.e2el_s or 0.0
     else:
         costs = _tokens(small), price_ratio * _tokens(large)
-    request = request_of(case)
-    return JudgedPair(
-        id=case.id,
-        question=question_of(request),
-        features=features_of(request),
-        confidence={measure: round(confidence.value(measure), 6) for measure in MEASURES},
-        small=quality(small, good, case),
-        large=1.0 if case.expected is None else quality(large, good, case),
-        small_cost=costs[0],
-        large_cost=costs[1],
-        answer=large.text,
-    )
+    return judged_pair(case, small, large, confidence_of(choice), costs)
 
 
 def _tokens(answer: Answer) -> float:

@@ -90,19 +90,36 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
 
     async def hard_cases(call: ApiCall) -> None:
         tables.query(call, {})
-        body = b"" if lab.hard_cases is None else lab.hard_cases.trace()
-        await call.begin_download(len(body), "application/jsonl", "hard-cases.jsonl", {"cache-control": "no-store"})
+        await download(call, "hard-cases.jsonl", b"" if lab.hard_cases is None else lab.hard_cases.trace())
+
+    async def judged_pairs(call: ApiCall) -> None:
+        tables.query(call, {})
+        name = call.params["shadow"]
+        if (found := lab.pairs.get(name)) is None:
+            known = ", ".join(sorted(lab.pairs)) or "none"
+            raise ApiError(
+                f"Shadow '{name[:64]}' keeps no pairs. Those that do: {known}. Set judge = \"shadow\" and pairs.",
+                kind="not_found_error",
+                parameter="shadow",
+                code="no_judged_pairs",
+            )
+        await download(call, "pairs.jsonl", found.lines())
+
+    async def download(call: ApiCall, name: str, body: bytes) -> None:
+        await call.begin_download(len(body), "application/jsonl", name, {"cache-control": "no-store"})
         if call.scope["method"] != "HEAD":
             await call.write(body)
         await call.write(b"", more=False)
 
     route = functools.partial(administration.route, open_here=True)
     about = "Export requests whose answer failed an online check, as a trace."
+    about_pairs = "Export what a double-check has judged, for headrace tune cascade."
     return (
         route("GET", "/admin/v1/lab", everything, "Show canaries, shadows, quality and drift at once."),
         administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
+        administration.route("GET", "/admin/v1/shadows/{shadow}/pairs", judged_pairs, about_pairs),
         route("GET", "/admin/v1/drift", drift, "Compare the traffic of the last days with the days before."),
         route("GET", "/admin/v1/cache/trial", semantic, "Show how often the semantic cache would have been wrong."),
         route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),

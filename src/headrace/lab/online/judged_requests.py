@@ -1,0 +1,97 @@
+"""JudgedRequests: requests that a small variant answered and a better one double-checked, for `headrace tune cascade`.
+
+They hold texts, so they are kept only of tenants that opted into recordings, redacted as these are, in memory and
+bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from headrace.gateway.accounts.account_store import AccountChanges
+from headrace.gateway.accounts.tenant_policies import settings_of
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.flow.answer_observer import FinishedAnswer
+from headrace.gateway.ledger.prices import PriceBook, microseconds
+from headrace.gateway.requests.text_request import Choice
+from headrace.gateway.routing.confidence import Confidence
+from headrace.lab.cases.prompt_file import cases_of_records
+from headrace.lab.comparison.answer import Answer
+from headrace.lab.online.answer_difference import AnswerText
+from headrace.lab.recording.recorded_request import answer_of, record_of
+from headrace.lab.recording.redaction import Redactor
+from headrace.lab.tuning.judged_pair import JudgedPair, judged_pair, pair_lines
+
+
+class CopiedAnswer(NamedTuple):
+    choices: list[Choice]
+    text: AnswerText  # with its times
+
+
+class JudgedRequests:
+    """Of one shadow. All of it belongs to one event loop."""
+
+    def __init__(self, redactor: Redactor, *, most: int, better: str, prices: PriceBook, unnamed: bool = False) -> None:
+        """`better`: the variant that judges. `unnamed`: keep requests without a tenant, too."""
+        self.kept: deque[tuple[str, JudgedPair]] = deque(maxlen=most)  # with the tenant
+        self._redactor = redactor
+        self._better = better
+        self._prices = prices
+        self._unnamed = unnamed
+
+    def wants(self, finished: FinishedAnswer) -> bool:
+        caller = finished.exchange.caller
+        is_recorded = settings_of(caller).record if caller.tenant else self._unnamed
+        return is_recorded and len(finished.choices) == 1
+
+    def add(self, finished: FinishedAnswer, small: CopiedAnswer, large: CopiedAnswer) -> None:
+        """Judge and keep both answers to a request, unless nothing is known of the small one's confidence."""
+        if len(small.choices) != 1 or len(large.choices) != 1:
+            return
+        exchange = finished.exchange
+        arrived = time.time() - (time.monotonic() - exchange.arrival)
+        try:
+            [case] = cases_of_records([record_of(finished, arrived, self._redactor)])
+        except ApiError:
+            return  # it cannot be written as a request
+        costs = self._costs(exchange.served.name, small, large)
+        confidence = _confidence(small.choices[0])
+        pair = judged_pair(case, self._answer(small), self._answer(large), confidence, costs)
+        if pair is not None:
+            self.kept.append((exchange.caller.tenant, pair))
+
+    def _answer(self, copied: CopiedAnswer) -> Answer:
+        return answer_of(copied.choices[0], self._redactor, copied.text.first_s, copied.text.seconds)
+
+    def _costs(self, served: str, small: CopiedAnswer, large: CopiedAnswer) -> tuple[float, float]:
+        """Return the prices of both answers if both variants have one, else their seconds."""
+        micros = [
+            self._prices.of(variant).micros(
+                answer.choices[0].usage.prompt_tokens, 0, answer.text.tokens, microseconds(answer.text.seconds)
+            )
+            for variant, answer in ((served, small), (self._better, large))
+        ]
+        if all(micros):
+            return float(micros[0]), float(micros[1])
+        return small.text.seconds, large.text.seconds
+
+    def follow(self, changes: AccountChanges) -> None:
+        """Forget the requests of deleted tenants."""
+        if deleted := changes.deleted_tenants:
+            kept = [(tenant, pair) for tenant, pair in self.kept if tenant not in deleted]
+            self.kept.clear()
+            self.kept.extend(kept)
+
+    def lines(self) -> bytes:
+        """Return the pairs as JSON lines, which `headrace tune cascade --pairs` reads."""
+        return pair_lines(pair for _, pair in self.kept)
+
+
+def _confidence(choice: Choice) -> Confidence:
+    found = Confidence()
+    for token in choice.logprobs or ():
+        if token.logprob is not None:
+            found.add(token.logprob, [logprob for _, _, logprob in token.top])
+    return found
