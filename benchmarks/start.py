@@ -70,7 +70,7 @@ def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, 
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its bytecode
         "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
-        "HEADRACE_CACHE": str(folder / "cache"),
+        "HEADRACE_CACHE": str(folder.parent / "cache"),
         "HEADRACE_STORAGE_FOLDER": str(folder / "storage"),
         "HEADRACE_LOG_LEVEL": "warning",
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -55,15 +57,23 @@ _ERRORS: Final = {"anthropic": "AnthropicError", "ollama": "OllamaError"}  # sch
 
 
 def routes(context: EndpointContext, described: Sequence[Route]) -> tuple[Route, ...]:
-    """Return the routes of the document and the page that describe the other routes."""
-    encoded = msgspec.json.encode(document(described, keys=context.services.accounts.directory.needed))
-    shown = page(described)
+    """Return the routes of the document and the page that describe the other routes. Each is made when it is first
+    asked for: the schemas of all parameters take a tenth of a start."""
+    keys = context.services.accounts.directory.needed
+
+    @cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(described, keys=keys))
+
+    @cache
+    def shown() -> bytes:
+        return page(described)
 
     async def get_document(call: ApiCall) -> None:
-        await context.reply(call, Response(encoded))
+        await context.reply(call, Response(await asyncio.to_thread(encoded)))
 
     async def get_page(call: ApiCall) -> None:
-        await context.reply(call, Response(shown, type=b"text/html; charset=utf-8"))
+        await context.reply(call, Response(await asyncio.to_thread(shown), type=b"text/html; charset=utf-8"))
 
     public = not context.config.server.docs_need_key
     return (
