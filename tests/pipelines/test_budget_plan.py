@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.pipelines.budget_plan import StageNeed, fitted, plan, stage_end
 
+ANSWER = StageNeed("generate", 1.0, takes_rest=True, yields=True)
 NEEDS = [
     StageNeed("search", 0.3),
     StageNeed("rerank", 0.2),
@@ -33,8 +34,18 @@ def test_a_short_deadline_shortens_all_budgets() -> None:
     assert [need.budget_s for need in short] == pytest.approx([0.15, 0.1, 0.5, 0.05])
     assert stage_end(short, 0, 10.0, 10.8) == pytest.approx(10.15)
     assert fitted(NEEDS, 1.6) == NEEDS
-    without = [StageNeed("search"), StageNeed("generate", 1.0, takes_rest=True)]
-    assert plan(fitted(without, 0.25), 0.25) == pytest.approx([0.125, 0.125])
+
+
+def test_the_stage_that_yields_is_shortened_first() -> None:
+    needs = [*NEEDS[:2], ANSWER, NEEDS[3]]
+    assert [need.budget_s for need in fitted(needs, 1.2)] == pytest.approx([0.3, 0.2, 0.6, 0.1])
+    assert [need.budget_s for need in fitted(needs, 0.5)] == pytest.approx([0.2, 0.4 / 3, 0.1, 0.2 / 3])
+
+
+@pytest.mark.parametrize(("total_s", "search_s"), [(0.25, 0.2), (1.0, 0.8), (1.05, 0.84), (1.5, 1.0), (4.0, 3.0)])
+def test_a_search_without_a_budget_gets_most_of_a_short_deadline(total_s: float, search_s: float) -> None:
+    needs = [StageNeed("search"), StageNeed("assemble", waits=False), ANSWER]
+    assert plan(fitted(needs, total_s), total_s)[0] == pytest.approx(search_s)
 
 
 def test_the_answer_gets_all_that_is_left() -> None:
@@ -47,9 +58,14 @@ def test_a_stage_without_a_budget_leaves_what_later_stages_need() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.none() | st.floats(0.0, 10.0), st.booleans()), min_size=1, max_size=7),
+    st.lists(st.tuples(st.none() | st.floats(0.0, 10.0), st.booleans(), st.booleans()), min_size=1, max_size=7),
     st.floats(0.0, 60.0),
 )
-def test_all_stages_together_stay_within_the_deadline(stages: list[tuple[float | None, bool]], total: float) -> None:
-    needs = [StageNeed(f"s{place}", budget, rest) for place, (budget, rest) in enumerate(stages)]
+def test_all_stages_together_stay_within_the_deadline(
+    stages: list[tuple[float | None, bool, bool]], total: float
+) -> None:
+    needs = [StageNeed(f"s{place}", budget, rest, gives) for place, (budget, rest, gives) in enumerate(stages)]
     assert sum(plan(needs, total)) <= total + 1e-9
+    short = fitted(needs, total)
+    assert sum(need.budget_s or 0.0 for need in short) <= total + 1e-9
+    assert sum(plan(short, total)) <= total + 1e-9

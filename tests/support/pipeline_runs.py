@@ -27,7 +27,7 @@ from headrace.gateway.requests.text_request import (
 )
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
-from headrace.pipelines.collections.hits import Hit, QueryVector
+from headrace.pipelines.collections.hits import Hit, Passages, QueryVector
 from headrace.pipelines.pipeline_run import PipelineRun
 from headrace.pipelines.pipelines import Pipelines
 from headrace.pipelines.stage_clock import StageClock
@@ -35,6 +35,7 @@ from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.tools.approvals import Approvals
 from headrace.pipelines.tools.tool import ToolSource
 from headrace.pipelines.tools.toolbox import Toolbox
+from headrace.pipelines.warm_passages import WarmPassages
 from tests.support.clock import Clock
 from tests.support.dialect_exchanges import NoEngine, tokenizer
 
@@ -132,6 +133,8 @@ class FakeModels:
         self.ranked: list[list[str]] = []
         self.rank_s = 0.0
         self.prices: dict[str, Price] = {}
+        self.prefixes: set[tuple[str, tuple[int, ...]]] = set()  # that engines keep: tenant and tokens
+        self.keeping: Exception | None = None  # why they keep none
         self._clock = clock
         self._script = script
         self._scripts = scripts
@@ -154,6 +157,17 @@ class FakeModels:
             await self._clock.sleep(self.rank_s)
         return [1.0 / len(text) for text in texts]
 
+    async def shared_tokens(self, caller: Caller, requests: Sequence[TextRequest]) -> tuple[int, ...]:
+        """The beginning of a prompt: its system message and its first source, a token for each character."""
+        first = requests[0]
+        system = "".join(str(each["content"]) for each in first.messages or [] if each["role"] == "system")
+        return tuple(map(ord, system + first.sources[0].text))
+
+    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool) -> None:
+        if self.keeping is not None:
+            raise self.keeping
+        (self.prefixes.add if keep else self.prefixes.remove)((caller.tenant, tuple(tokens)))
+
     def token_counter(self, caller: Caller, name: str) -> Callable[[str], int]:
         return lambda text: len(text.split())
 
@@ -166,6 +180,7 @@ class FakeCollection:
         self.hits = list(hits)
         self.searches: list[dict[str, Any]] = []
         self.search_s = 0.0
+        self.skipped: dict[str, str] = {}
         self.error: Exception | None = None
         self._clock = clock
 
@@ -177,13 +192,13 @@ class FakeCollection:
     async def embed_query(self, query: str, caller: Caller) -> QueryVector:
         return QueryVector("encoder", (0.0, 1.0))
 
-    async def search(self, query: str, **given: Any) -> list[Hit]:
+    async def search(self, query: str, **given: Any) -> Passages:
         self.searches.append({"query": query, **given})
         if self.search_s:
             await self._clock.sleep(self.search_s)
         if self.error is not None:
             raise self.error
-        return self.hits
+        return Passages(hits=self.hits, skipped=self.skipped)
 
 
 def memory_results(clock: Clock, **modes: Any) -> ResultCache:
@@ -214,6 +229,7 @@ class World:
             toolbox=Toolbox(tools or {}, self.results, clock, Approvals(b"key", self.clock)),
             retriever=self.collection,
             results=self.results,
+            warm=WarmPassages(self.models, self.clock, self._run_background),
             clock=clock,
             shaping=ShapingConfig(),
             run_background=self._run_background,

@@ -10,7 +10,8 @@ from typing import Any
 from headrace.config.collection_section import CollectionsConfig
 from headrace.gateway.serving.exchange import Caller
 from headrace.pipelines.collections.collection import SearchOptions, SearchResult
-from headrace.pipelines.collections.collections import AddedRecord, Collections, GivenDocument
+from headrace.pipelines.collections.collections import AddedRecord, Collections
+from headrace.pipelines.collections.document_intake import GivenDocument
 from tests.support.fake_encoders import WordEncoder
 
 ANNA = Caller(key="anna-key", tenant="anna")

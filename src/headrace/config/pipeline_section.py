@@ -57,8 +57,11 @@ class AssembleStage(Section, frozen=True):
     budget_ms: Milliseconds | None = None
     late: Late = "fewer"
     keep: Count = 6  # passages the model reads
-    # stable: by id, so that the same passages give the same prompt prefix, which the prefix cache reuses
-    order: Literal["score", "stable"] = "score"
+    # stable: by id, so that the same passages give the same prompt prefix, which the prefix cache reuses; warm: as
+    # score, but one of those that `warm` keeps comes first
+    order: Literal["score", "stable", "warm"] = "score"
+    warm: Annotated[int, Meta(ge=0, le=128)] = 0  # most used first passages whose KV the engine keeps, at most
+    warm_tokens: Count = 8192  # tokens of all of them together, each with the instructions before it, at most
     least_score: float | None = None  # passages with a lower score are left out
 
 
@@ -85,6 +88,8 @@ class GenerateStage(Section, frozen=True):
 
     budget_ms: Milliseconds = 1000.0  # time kept free for it by earlier stages
     late: Late = "fewer"  # fewer: the text so far, or sentences of the sources if there is none
+    # The answer if nothing is known in time: no text, no source. Empty: the request fails with 504
+    no_answer: str = "There was not enough time to find an answer. Please ask again."
     model: Text | None = None  # default: the pipeline's
     instructions: str = ""  # system message
     max_tokens: Count | None = None

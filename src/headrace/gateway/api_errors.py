@@ -80,6 +80,8 @@ def as_api_error(error: Exception) -> ApiError:
             return invalid_request(
                 f"The model's chat template cannot render these messages: {error.reason}", "messages"
             )
+        case RequestError(parameter="deadline"):  # the prompt alone takes longer
+            return ApiError(str(error), parameter="deadline", kind="overloaded_error", code="deadline_unreachable")
         case RequestError():
             code = "context_length_exceeded" if error.parameter == "prompt" and "do not fit" in str(error) else None
             return invalid_request(str(error), error.parameter, code=code)

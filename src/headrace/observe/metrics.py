@@ -53,6 +53,12 @@ pipeline_prefetches: Final = Counter(
     ("pipeline", "outcome"),
     registry=registry,
 )
+pipeline_prompts: Final = Counter(
+    "headrace_pipeline_prompts",
+    "Answers of models in pipelines with assemble.warm: the KV of the first passage was kept (warm), or not (cold).",
+    ("pipeline", "outcome"),
+    registry=registry,
+)
 tool_calls: Final = Counter(
     "headrace_tool_calls",
     "Tool calls of pipelines by outcome: done, cached, failed, late, refused, repeated.",

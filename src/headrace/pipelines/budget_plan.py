@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
+
+_LEAST_SHARE: Final = 0.2  # of the time, that a stage which yields keeps free in any case
 
 
 class StageNeed(msgspec.Struct, frozen=True):
@@ -13,21 +16,36 @@ class StageNeed(msgspec.Struct, frozen=True):
     name: str
     budget_s: float | None = None  # None: all that later stages leave
     takes_rest: bool = False  # gets more than its budget if there is more
+    yields: bool = False  # can do with little: if time is short, others keep theirs before it does
+    waits: bool = True  # for a model, a collection or a tool; other stages take next to no time
 
 
 def fitted(needs: Sequence[StageNeed], total_s: float) -> list[StageNeed]:
-    """Return the needs, shortened in proportion if together they take more than a run has, as with a request's short
-    deadline. Without this, earlier stages would have no time at all. A stage without a budget then counts as others do.
+    """Return the needs, shortened if a run has less time than they take, as with a request's short deadline.
+
+    The stage that yields gives way first, down to a fifth of the time: an answer can be made of the passages at once,
+    but not without them. To a stage without a budget that may wait, it leaves as much as it would take itself. If that
+    is not enough, the others are shortened in proportion, where a stage without a budget counts as they do on average.
     """
-    declared = [need.budget_s for need in needs if need.budget_s]
-    if sum(declared) <= total_s:
-        return list(needs)
-    open_stages = sum(need.budget_s is None for need in needs)
-    share = max(0.0, total_s) / (sum(declared) * (1 + open_stages / len(declared)))
-    return [
-        need if need.budget_s is None else msgspec.structs.replace(need, budget_s=need.budget_s * share)
-        for need in needs
-    ]
+    total_s = max(0.0, total_s)
+    yielding = next((need for need in needs if need.yields and need.budget_s), None)
+    others = [need for need in needs if need is not yielding]
+    declared = [need.budget_s for need in others if need.budget_s]
+    unbounded = sum(need.budget_s is None and need.waits for need in others)
+    kept = 0.0
+    if yielding is not None and yielding.budget_s is not None:
+        wanted = sum(declared) + (yielding.budget_s if unbounded else 0.0)
+        kept = min(yielding.budget_s, max(total_s * _LEAST_SHARE, total_s - wanted))
+    share = 1.0
+    if sum(declared) > total_s - kept:
+        share = (total_s - kept) / (sum(declared) * (1 + unbounded / len(declared)))
+
+    def fit(need: StageNeed) -> StageNeed:
+        if need.budget_s is None:
+            return need
+        return msgspec.structs.replace(need, budget_s=kept if need is yielding else need.budget_s * share)
+
+    return [fit(need) for need in needs]
 
 
 def stage_end(needs: Sequence[StageNeed], place: int, now: float, deadline: float) -> float:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from headrace.errors import RequestError
 from headrace.gateway.accounts.access import find_model
-from headrace.gateway.degradation.shaping.message_fitting import text_token_counter
+from headrace.gateway.api_errors import ApiError
+from headrace.gateway.degradation.shaping.message_fitting import number_sources, text_token_counter
 from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.flow.metered_evaluation import run_metered
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.text_flow import TextFlow
 from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import TextRequest
+from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
+from headrace.gateway.serving.pinned_prompts import PrefixKeeper
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.gateway.serving.text_evaluation import TextEvaluation
 from headrace.observe.traces.timeline import Timeline
@@ -43,6 +47,31 @@ class ModelAccess:
             timeline=whole.timeline if shares_timeline else Timeline(),
         )
         return TextFlow(exchange, self._services)
+
+    async def shared_tokens(self, caller: Caller, requests: Sequence[TextRequest]) -> tuple[int, ...]:
+        """Return the tokens that the prompts of all these requests begin with. ApiError if one cannot be written."""
+        prompts: list[tuple[int, ...]] = []
+        for request in requests:
+            served = self.find(caller, request.model)
+            if served.upstream is not None:
+                raise ApiError(f"'{served.name}' is an upstream, whose prompts are not known.")
+            written, _ = number_sources(request, served, self._services.shaping)
+            (prompt,) = await prompts_of(Exchange(caller=caller, text_request=written, served=served))
+            prompts.append(prompt.tokens)
+        shared = 0
+        for tokens in zip(*prompts, strict=False):
+            if len(set(tokens)) > 1:
+                break
+            shared += 1
+        return prompts[0][:shared]
+
+    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool) -> None:
+        """Have the engines of a variant keep a prefix of the caller's tenant, or let it go. HeadraceError if they
+        cannot."""
+        engine = self.find(caller, name).engine
+        if not isinstance(engine, PrefixKeeper):
+            raise RequestError(f"The engine of '{name}' keeps no prefixes.")
+        await engine.pin(tokens, caller.tenant, keep=keep)
 
     async def rank(self, whole: Exchange, name: str, query: str, texts: Sequence[str], surface: str) -> list[float]:
         """Return a score for each text: a reranker's, or the cosine of embeddings."""

@@ -105,5 +105,7 @@ def _modes(config: PipelineConfig, where: str) -> Iterator[Finding]:
         yield f"{where}.generate.order", 'expected "small" or "large" at the end: the others may have no answer'
     if "small" in order and config.generate.small is None:
         yield f"{where}.generate.small", 'expected a model, because `order` has "small"'
+    if config.assemble.order == "warm" and not config.assemble.warm:
+        yield f"{where}.assemble.warm", 'expected at least 1, because `order` is "warm"'
     if config.prefetch > config.followups:
         yield f"{where}.prefetch", f"expected at most `followups` ({config.followups}), found {config.prefetch}"

@@ -175,6 +175,8 @@ class PipelineRun:
             self.exchange.notes["citations"] = [each.described(least) for each in state.citations.citations]
         if state.is_extracted:
             self.exchange.notes["extracted"] = True
+        if state.is_unanswered:
+            self.exchange.notes["unanswered"] = True
         if state.followups:
             self.exchange.notes["followups"] = state.followups
         self.exchange.notes["pipeline"] = state.report(self._services.clock.now())
@@ -258,8 +260,8 @@ class PipelineRun:
         if stage.missing_input(state):
             report("skipped", "no_input")
             return
-        if name == "search" and (hits := await self._prefetcher.find(state)) is not None:
-            report("done", details={**stage.apply(state, hits), "cache": "prefetch"})
+        if name == "search" and (found := await self._prefetcher.find(state)) is not None:
+            report("done", details={**stage.apply(state, found), "cache": "prefetch"})
             return
         lookup = await self._look(name, stage, config)
         if lookup.data is not None:
@@ -280,11 +282,12 @@ class PipelineRun:
             if error.status >= 500 and not isinstance(caught, ApiError):
                 log.error("a pipeline's stage failed", pipeline=state.name, stage=name, exc_info=caught)
         else:
-            if lookup.key is not None:
+            parts: Mapping[str, str] = details.get("skipped", {})
+            if lookup.key is not None and not parts:
                 cache_s: float = config.cache_s
                 kept_s = max(cache_s, STALE_S) if config.late == "cached" else cache_s
                 await services.results.keep(lookup, msgspec.json.encode(result), ttl_s=kept_s)
-            report("done", details=details)
+            report("fewer" if parts else "done", next(iter(parts.values()), ""), details)
             return
         if config.late == "stop":
             report("stopped", why)
@@ -344,10 +347,13 @@ class PipelineRun:
         services, state = self._services, self.state
         config = state.config.generate
         began = services.clock.now()
+        first_s: float | None = None
         why, error = "", None
         try:
             async with aclosing(generate(services, state, end)) as deltas:
                 async for delta in deltas:
+                    if first_s is None and delta.content:
+                        first_s = services.clock.now() - began
                     for each in delivery.take(delta):
                         yield each
         except StageLateError:
@@ -358,6 +364,9 @@ class PipelineRun:
             if caught.status < 500 and caught.kind != "overloaded_error":
                 raise  # the request is at fault: no other answer would be right
             why, error = caught.code or "error", caught
+        model = state.answer_exchange
+        if first_s is not None and model is not None and not model.answered_by:  # a model has read the prompt
+            services.warm.note(state, first_s)
         outcome = "fewer" if why or state.finish == "deadline" else "done"
         why = why or ("late" if state.finish == "deadline" else "")
         ms, budget_ms = (services.clock.now() - began) * 1e3, (end - began) * 1e3
@@ -367,15 +376,18 @@ class PipelineRun:
                 outcome, text = "cached", old.text
             elif config.late != "stop":
                 text = rescue(state)
+            state.finish = "stop"
+            if text is None and config.late != "stop" and config.no_answer and why in ("late", "overloaded"):
+                text, state.finish, state.is_unanswered = config.no_answer, "deadline", True
             if text is None:
                 state.reports.append(StageReport("generate", "stopped", ms, budget_ms, why))
                 raise error or late_error(state, "generate")
-            state.finish = "stop"
             for each in delivery.take(ChoiceDelta(0, content=text)):
                 yield each
         for each in delivery.finish():
             yield each
-        state.reports.append(StageReport("generate", outcome, ms, budget_ms, why))
+        details = {} if first_s is None else {"first_text_ms": round(first_s * 1e3, 3)}
+        state.reports.append(StageReport("generate", outcome, ms, budget_ms, why, details))
 
     def _left_ms(self) -> float:
         return round((self.state.deadline - self._services.clock.now()) * 1e3, 3)
@@ -387,6 +399,8 @@ def stage_needs(config: PipelineConfig) -> list[StageNeed]:
             name,
             None if (budget := getattr(config, name).budget_ms) is None else budget / 1e3,
             takes_rest=name == "generate",
+            yields=name == "generate" and config.generate.late != "stop",
+            waits=name not in ("assemble", "check"),
         )
         for name in config.stages
     ]

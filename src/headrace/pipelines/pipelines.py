@@ -24,6 +24,7 @@ from headrace.pipelines.stage_clock import StageClock
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.tools.tool_sources import tool_sources
 from headrace.pipelines.tools.toolbox import Toolbox
+from headrace.pipelines.warm_passages import WarmPassages
 
 
 class Pipelines:
@@ -44,14 +45,17 @@ class Pipelines:
         clock = StageClock()
         results = services.results
         assert results is not None  # it is built wherever pipelines are declared
+        models, run = ModelAccess(services), services.background.run
+        in_system = config.shaping.sources_place == "system"
         stage_services = StageServices(
-            models=ModelAccess(services),
+            models=models,
             toolbox=Toolbox(tool_sources(config.tools, environ), results, clock),
             retriever=None,
             results=results,
+            warm=WarmPassages(models, clock.now, run, in_system=in_system),
             clock=clock,
             shaping=config.shaping,
-            run_background=services.background.run,
+            run_background=run,
         )
         return cls(config.pipelines, stage_services, services.fleet.default)
 
@@ -140,6 +144,8 @@ class Pipelines:
         }
         if config.prefetch:
             entry["prefetch"] = dict(self._prefetcher.counts.get(name, {}))
+        if config.assemble.warm:
+            entry["warm"] = self.services.warm.described(name)
         return entry
 
     def _answer_model(self, name: str) -> str:

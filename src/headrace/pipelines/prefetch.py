@@ -18,7 +18,7 @@ from headrace.observe import metrics
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_clock import StageLateError
 from headrace.pipelines.stage_services import StageServices
-from headrace.pipelines.stages.search import search, search_filters
+from headrace.pipelines.stages.search import FORMAT, search, search_filters
 
 TTL_S: Final = 120.0
 _AT_ONCE: Final = 2
@@ -48,8 +48,8 @@ class Prefetcher:
             self._waiting += 1
             self._services.run_background(self._fetch(state, question))
 
-    async def find(self, state: RunState) -> list[Any] | None:
-        """Return the passages that were found ahead for a run's question, and count their first use."""
+    async def find(self, state: RunState) -> Any:
+        """Return the search's result that was found ahead for a run's question, and count their first use."""
         if not state.config.prefetch or state.exchange.text_request.cache == "off":
             return None
         lookup = await self._look(state, state.question)
@@ -61,7 +61,7 @@ class Prefetcher:
 
     async def _look(self, state: RunState, question: str) -> ResultLookup:
         config = state.config.search
-        parts = [state.name, config.collection, config.k, dict(search_filters(state) or {}), question]
+        parts = [FORMAT, state.name, config.collection, config.k, dict(search_filters(state) or {}), question]
         results, tenant = self._services.results, state.exchange.caller.tenant
         return await results.look("prefetch", tenant, parts, tags=state.config.tags, declared=True)
 
@@ -73,8 +73,11 @@ class Prefetcher:
                 if lookup.key is None or lookup.data is not None:
                     return
                 end = services.clock.now() + _SEARCH_S
-                hits = await services.clock.within(search(services, state, question, _SEARCH_S), end)
-                await services.results.keep(lookup, msgspec.json.encode(hits), ttl_s=TTL_S)
+                found = await services.clock.within(search(services, state, question, _SEARCH_S), end)
+                if found.skipped:
+                    self._count(state, "failed")
+                    return
+                await services.results.keep(lookup, msgspec.json.encode(found), ttl_s=TTL_S)
                 self._unused[lookup.key.digest] = True
                 if len(self._unused) > _UNUSED:
                     self._unused.popitem(last=False)

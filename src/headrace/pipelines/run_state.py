@@ -27,7 +27,7 @@ class StageReport(msgspec.Struct):
     outcome: str  # done, fewer, cached, skipped, stopped, failed
     ms: float
     budget_ms: float
-    why: str = ""  # late, error, no_input, not_allowed
+    why: str = ""  # late, an error's code, no_input, not_allowed
     details: Mapping[str, Any] = {}
 
     def described(self) -> dict[str, Any]:
@@ -85,6 +85,7 @@ class RunState(msgspec.Struct):
     finish: FinishReason = "stop"
     broken: ApiError | None = None  # what ended the answer in its midst
     is_extracted: bool = False  # the answer consists of sentences of the sources
+    is_unanswered: bool = False  # nothing was known in time: the answer is generate.no_answer
     answered_by: str = ""  # cache, extract, small or large, in popular-answer mode
     conclusion: str = ""  # what ended the tools' loop: answered, or the budget that ran out
     agent: dict[str, Any] = {}  # the loop's steps and calls

@@ -24,7 +24,7 @@ from headrace.gateway.database import Database
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import Fleet
 from headrace.pipelines.collections.collection import SearchMode, SearchOptions
-from headrace.pipelines.collections.collections import GivenDocument
+from headrace.pipelines.collections.document_intake import GivenDocument
 from headrace.pipelines.collections.document_source import document_files
 from headrace.pipelines.collections.hits import Filters, Hit
 from headrace.pipelines.collections.records import CollectionStats

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.gateway.api_errors import ApiError
-from headrace.pipelines.collections.collections import GivenDocument
+from headrace.pipelines.collections.document_intake import GivenDocument
 from tests.support.fake_encoders import WordEncoder
 from tests.support.tiny_collections import ANNA, BERT, Shelf, shelf
 
@@ -156,7 +156,7 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
                 await (await collections.open(ANNA, "notes")).search("ferry", tenant="bert")
             await collections.create(BERT, "notes")  # a name of his own
             assert await notes.documents("ferry", caller=BERT) == []
-            assert [hit.text for hit in await (await collections.open(ANNA, "notes")).search("ferry", tenant="anna")]
+            assert (await (await collections.open(ANNA, "notes")).search("ferry", tenant="anna")).hits
 
     run(it())
 

@@ -31,7 +31,7 @@ PinStatus = Literal["computing", "pinned", "failed"]
 
 
 @runtime_checkable
-class _Pins(Protocol):
+class PrefixKeeper(Protocol):
     """An engine that can keep prefixes."""
 
     async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None: ...
@@ -142,7 +142,7 @@ class PinnedPrompts:
         salt = pin.config.tenant or ""
         try:
             tokens = await asyncio.to_thread(_tokens, pin.config, served)
-            if not isinstance(served.engine, _Pins):
+            if not isinstance(served.engine, PrefixKeeper):
                 raise RequestError("This engine cannot pin prompts.")
             state.tokens = len(tokens)
             await served.engine.pin(tokens, salt, public=pin.config.public)
@@ -155,7 +155,7 @@ class PinnedPrompts:
 
     async def _unpin(self, variant: str, state: PinState) -> None:
         served = self._fleet.served.get(variant)
-        if state.key is None or served is None or not isinstance(served.engine, _Pins):
+        if state.key is None or served is None or not isinstance(served.engine, PrefixKeeper):
             return
         if any(states[variant].key == state.key for states in self._states.values() if variant in states):
             return  # another pin has the same beginning

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from headrace.gateway.api_errors import invalid_request
+from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import rows_of
 from headrace.gateway.folded_words import words
 from headrace.pipelines.collections.collection_schema import keyword_table
@@ -64,6 +64,12 @@ class AddedDocument(msgspec.Struct, frozen=True):
     unchanged: bool = False  # it was there already
 
 
+class AddedDocuments(msgspec.Struct, frozen=True):
+    documents: Sequence[AddedDocument]  # fewer than were given, if there is an error
+    change: IndexChange
+    error: ApiError | None = None  # why the next one was not added
+
+
 def find_unchanged(connection: sqlite3.Connection, collection: int, id: str, digest: bytes) -> DocumentRecord | None:
     """Return the newest document of an id if it has this digest and has not failed."""
     rows = rows_of(
@@ -76,6 +82,21 @@ def find_unchanged(connection: sqlite3.Connection, collection: int, id: str, dig
     return document_of(rows[0])
 
 
+def add_documents(
+    connection: sqlite3.Connection, collection: CollectionRecord, new: Sequence[NewDocument], *, most_chunks: int
+) -> AddedDocuments:
+    """Add documents up to the first that the tenant has no room for."""
+    added: list[AddedDocument] = []
+    error: ApiError | None = None
+    for each in new:
+        try:
+            added.append(add_document(connection, collection, each, most_chunks=most_chunks))
+        except ApiError as caught:  # nothing of it was written
+            error = caught
+            break
+    return AddedDocuments(added, _joined([each.change for each in added]), error)
+
+
 def add_document(
     connection: sqlite3.Connection, collection: CollectionRecord, new: NewDocument, *, most_chunks: int
 ) -> AddedDocument:
@@ -85,9 +106,7 @@ def add_document(
     if same is not None:
         return AddedDocument(same, IndexChange(), unchanged=True)
     (count,) = connection.execute(
-        "SELECT COALESCE(SUM(documents.chunks), 0) FROM documents JOIN collections "
-        "ON collections.seq = documents.collection WHERE collections.tenant = ?",
-        (collection.tenant,),
+        "SELECT COALESCE(SUM(chunks), 0) FROM collections WHERE tenant = ?", (collection.tenant,)
     ).fetchone()
     if count + len(new.chunks) > most_chunks:
         raise invalid_request(

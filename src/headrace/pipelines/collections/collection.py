@@ -29,7 +29,7 @@ from headrace.pipelines.collections.chunk_queries import chunks_that_match, read
 from headrace.pipelines.collections.chunking import embedded_text
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.encoder import Encoder
-from headrace.pipelines.collections.hits import Filters, Hit, QueryVector
+from headrace.pipelines.collections.hits import Filters, Hit, Passages, QueryVector, passage_id
 from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import CollectionRecord, StoredChunk
@@ -39,7 +39,8 @@ MOST_HITS: Final = 100
 _RANK_OFFSET: Final = 60  # of reciprocal rank fusion, as in the paper by Cormack, Clarke and Büttcher (2009)
 _CANDIDATES: Final = 50  # least number that each stage finds
 _RERANKED: Final = 50  # candidates at most that are reranked
-_READING_S: Final = 0.05  # kept back from the deadline for reading the chunks
+_READING_S: Final = 0.05  # kept back from the deadline for reading the chunks, at most
+_READING_SHARE: Final = 0.2  # of the time, at most
 
 Result = TypeVar("Result")
 # Ranks texts within a budget in seconds; None: it was not worth a pass, or came late.
@@ -110,12 +111,13 @@ class Collection:
         tenant: str = "",
         caller: Caller | None = None,
         vector: QueryVector | None = None,
-    ) -> list[Hit]:
+    ) -> Passages:
         """Return the best chunks, best first; see SearchableCollection."""
         if tenant != self.record.tenant or (caller is not None and caller.tenant != tenant):
             raise ApiError("Unknown collection.", kind="not_found_error", code="collection_not_found")
         options = SearchOptions(k=k, filters=filters, deadline_s=deadline_s, vector=vector)
-        return (await self.find(query, options, caller)).hits
+        found = await self.find(query, options, caller)
+        return Passages(hits=found.hits, skipped=found.skipped)
 
     async def embed_query(self, query: str, caller: Caller) -> QueryVector | None:
         """Return the query's vector; see SearchableCollection."""
@@ -151,7 +153,8 @@ class Collection:
     async def _find(self, query: str, options: SearchOptions, payer: Caller) -> SearchResult:
         began = self._clock()
         seconds = self._default_s if options.deadline_s is None else options.deadline_s
-        search = _Search(due=began + max(0.0, seconds - _READING_S), clock=self._clock)
+        reading_s = min(_READING_S, seconds * _READING_SHARE)
+        search = _Search(due=began + max(0.0, seconds - reading_s), clock=self._clock)
         count = max(_CANDIDATES, 4 * options.k)
         stages: dict[str, Awaitable[Neighbours]] = {}
         if options.mode != "vector":
@@ -310,7 +313,7 @@ def _hits(
                 text=chunk.text,
                 source=chunk.source,
                 score=reranked[place] if place < len(reranked) else floor * fused,
-                id=f"chunk_{chunk.seq}",
+                id=passage_id(chunk.seq),
                 document=chunk.document,
                 heading=chunk.heading,
                 metadata=chunk.metadata,

@@ -76,6 +76,18 @@ STEPS: Final = (
     ) WITHOUT ROWID;
     CREATE INDEX chunk_bands_of_chunk ON chunk_bands (chunk);
     """,
+    # A collection knows how many chunks its documents have, so that adding one does not count those of all others.
+    """
+    ALTER TABLE collections ADD COLUMN chunks INTEGER NOT NULL DEFAULT 0;
+    UPDATE collections SET chunks =
+        (SELECT COALESCE(SUM(documents.chunks), 0) FROM documents WHERE documents.collection = collections.seq);
+    CREATE TRIGGER document_counted AFTER INSERT ON documents BEGIN
+        UPDATE collections SET chunks = chunks + NEW.chunks WHERE seq = NEW.collection;
+    END;
+    CREATE TRIGGER document_uncounted AFTER DELETE ON documents BEGIN
+        UPDATE collections SET chunks = chunks - OLD.chunks WHERE seq = OLD.collection;
+    END;
+    """,
 )
 
 

@@ -7,7 +7,6 @@ server/api ──▶ Collections ──▶ collection_store, chunk_store (sqlite
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import secrets
@@ -16,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -25,29 +24,25 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.database import Database, ListOrder, ListPage, check_listing
 from headrace.observe import metrics
 from headrace.pipelines.collections import collection_store
-from headrace.pipelines.collections.blocks import ReadDocument
 from headrace.pipelines.collections.chunk_store import (
     IndexChange,
-    NewChunk,
     NewDocument,
-    add_document,
+    add_documents,
     begin_encoder,
     find_unchanged,
     remove_all_of,
 )
-from headrace.pipelines.collections.chunking import cut_into_chunks
 from headrace.pipelines.collections.collection import Collection, RerankCall
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.collection_schema import STEPS
-from headrace.pipelines.collections.document_source import document_type, fetch_document, read_document
-from headrace.pipelines.collections.duplicate_chunks import sketch_bands, text_digest
+from headrace.pipelines.collections.document_intake import DocumentIntake, GivenDocument
 from headrace.pipelines.collections.encoder import Encoder, ServedEncoder, find_encoder
+from headrace.pipelines.collections.hits import passage_id
 from headrace.pipelines.collections.indexer import CallerFor, EncoderFor, Indexer
 from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import check_metadata
 from headrace.pipelines.collections.records import CollectionRecord, CollectionStats, DocumentRecord
 from headrace.pipelines.collections.rerank_pass import RerankCosts, find_reranker, rerank_within
-from headrace.pipelines.public_fetch import FetchPolicy
 
 if TYPE_CHECKING:
     from headrace.gateway.caches.results.result_cache import ResultCache
@@ -57,26 +52,18 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_DOCUMENT_ID: Final = re.compile(r"[\x21-\x7e]{1,256}")
-_SOURCE: Final = 1024  # characters of the longest source and title
-_FORMAT: Final = "1"  # of chunks: a new one makes unchanged documents new
-_FRAME_TOKENS: Final = 8  # of an encoder's context that its special tokens and prompt may take
+_TOGETHER: Final = 32  # documents that are stored in one transaction
+_CHUNKS_TOGETHER: Final = 128  # chunks after which they are stored, so that searches do not wait long
 _MODES: Final = ("hybrid", "keyword")
 
+
+class PassageWatcher(Protocol):
+    def passages_removed(self, ids: set[str]) -> None: ...
+
+    def collection_removed(self, tenant: str, name: str) -> None: ...
+
+
 RerankFor = Callable[["Caller", str], RerankCall]
-
-
-class GivenDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A document as a client gives it: `text`, `content` or `url`."""
-
-    text: str | None = None
-    content: bytes | None = None
-    url: str | None = None
-    type: str | None = None
-    id: str | None = None
-    source: str = ""
-    title: str = ""
-    metadata: Mapping[str, Any] = {}
 
 
 class AddedRecord(msgspec.Struct, frozen=True):
@@ -110,12 +97,8 @@ class Collections:
         self._results = results
         self._now = now
         self._indexes: OrderedDict[int, CollectionIndex] = OrderedDict()  # the least recently used first
-        self._fetching = FetchPolicy(
-            hosts=config.url_hosts,
-            private_hosts=config.private_hosts,
-            max_bytes=config.document_bytes,
-            timeout_s=config.url_s,
-        )
+        self._intake = DocumentIntake(config, now=now)
+        self.watcher: PassageWatcher | None = None  # hears of passages that are gone
         self.indexer = Indexer(self._database, caller_for, encoder_for, self._changed)
         self._running: asyncio.Task[None] | None = None
 
@@ -253,6 +236,8 @@ class Collections:
         await self._database.run(partial(collection_store.mark_deleted, collection=record.seq))
         self._indexes.pop(record.seq, None)
         self.keywords.forget(record.seq)
+        if self.watcher is not None:
+            self.watcher.collection_removed(tenant, name)
         self._run_indexer()
 
     async def open(self, caller: Caller, name: str, *, rerank: str | None = None) -> Collection:
@@ -293,69 +278,46 @@ class Collections:
                 "documents",
                 code="too_many_values",
             )
-        return [await self._add(caller, record, each, place) for place, each in enumerate(given)]
+        added: dict[int, AddedRecord] = {}
+        waiting: dict[int, NewDocument] = {}
+        try:
+            for place, each in enumerate(given):
+                draft = await self._intake.read(each, f"documents[{place}]")
+                same = partial(find_unchanged, collection=record.seq, id=draft.id, digest=draft.digest)
+                if (there := await self._database.run(same)) is not None:
+                    added[place] = AddedRecord(there, unchanged=True)
+                    continue
+                encoder = self._encoder_for(caller, record.model) if record.model else None
+                waiting[place] = await self._intake.cut(draft, record, encoder, caller.key)
+                if len(waiting) == _TOGETHER or sum(len(new.chunks) for new in waiting.values()) >= _CHUNKS_TOGETHER:
+                    await self._store(record, waiting, added)
+        except ApiError:
+            await self._store(record, waiting, added)
+            raise
+        await self._store(record, waiting, added)
+        return [added[place] for place in range(len(given))]
 
-    async def _add(self, caller: Caller, record: CollectionRecord, given: GivenDocument, place: int) -> AddedRecord:
-        where = f"documents[{place}]"
-        metadata = check_metadata(given.metadata, f"{where}.metadata")
-        document, size, digest = await self._read(given, where)
-        source = (given.source or given.url or "")[:_SOURCE]
-        id = given.id or f"doc_{hashlib.sha256((source or digest).encode()).hexdigest()[:24]}"
-        if _DOCUMENT_ID.fullmatch(id) is None:
-            raise invalid_request(f"'{where}.id' must have 1 to 256 printable ASCII characters.", f"{where}.id")
-        title = (given.title or document.title)[:_SOURCE]
-        parts = (_FORMAT, digest, source, title, collection_store.metadata_text(metadata))
-        whole = hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).digest()
-        run = self._database.run
-        there = await run(partial(find_unchanged, collection=record.seq, id=id, digest=whole))
-        if there is not None:
-            return AddedRecord(there, unchanged=True)
-        encoder = self._encoder_for(caller, record.model) if record.model else None
-        chunks, tokens = await asyncio.to_thread(_cut, document, title, record, encoder)
-        if not chunks:
-            raise invalid_request(f"'{where}' has no text.", where)
-        new = NewDocument(
-            id=id,
-            source=source,
-            title=title,
-            metadata=metadata,
-            digest=whole,
-            key=caller.key,
-            bytes=size,
-            tokens=tokens,
-            created_at=int(self._now()),
-            chunks=chunks,
-        )
-        added = await run(partial(add_document, collection=record, new=new, most_chunks=self._config.chunks))
-        metrics.of(metrics.collections, "document_added").inc()
-        metrics.of(metrics.collections, "document_ready").inc(len(added.change.published))
-        metrics.of(metrics.collections, "chunk_duplicate").inc(added.record.duplicates)
-        await self._changed(record.seq, added.change)
+    async def _store(
+        self, record: CollectionRecord, waiting: dict[int, NewDocument], added: dict[int, AddedRecord]
+    ) -> None:
+        """Store documents in one transaction, and move them from `waiting` to `added`. ApiError for the first that
+        does not fit in; the ones before it are stored."""
+        new = dict(waiting)
+        waiting.clear()
+        if not new:
+            return
+        add = partial(add_documents, collection=record, new=list(new.values()), most_chunks=self._config.chunks)
+        stored = await self._database.run(add)
+        for place, each in zip(new, stored.documents, strict=False):
+            added[place] = AddedRecord(each.record, each.unchanged)
+            metrics.of(metrics.collections, "chunk_duplicate").inc(0 if each.unchanged else each.record.duplicates)
+        fresh = sum(not each.unchanged for each in stored.documents)
+        metrics.of(metrics.collections, "document_added").inc(fresh)
+        metrics.of(metrics.collections, "document_ready").inc(len(stored.change.published))
+        await self._changed(record.seq, stored.change)
         self._run_indexer()
-        return AddedRecord(added.record, added.unchanged)
-
-    async def _read(self, given: GivenDocument, where: str) -> tuple[ReadDocument, int, str]:
-        """Return the document, its size in bytes and a digest of what was given."""
-        forms = [name for name in ("text", "content", "url") if getattr(given, name) is not None]
-        if len(forms) != 1:
-            raise invalid_request(f"'{where}' must have one of 'text', 'content', 'url' and 'file_id'.", where)
-        most = self._config.document_bytes
-        if given.url is not None:
-            document, size = await fetch_document(given.url, self._fetching)
-            blocks = msgspec.msgpack.encode(document)
-            return document, size, hashlib.sha256(blocks).hexdigest()
-        data = given.content if given.text is None else given.text.encode(errors="surrogatepass")
-        assert data is not None
-        if len(data) > most:
-            raise ApiError(
-                f"'{where}' is longer than {most} bytes (collections.document_bytes).",
-                parameter=where,
-                code="document_too_long",
-                status=413,
-            )
-        kind = document_type(given.type, given.source, given.content)
-        digest = hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
-        return await read_document(data if given.text is None else given.text, kind), len(data), digest
+        if stored.error is not None:
+            raise stored.error
 
     async def document(self, tenant: str, name: str, id: str) -> DocumentRecord:
         record = await self.find(tenant, name)
@@ -427,24 +389,9 @@ class Collections:
 
     async def _changed(self, collection: int, change: IndexChange) -> None:
         self.keywords.follow(collection, change)
+        if self.watcher is not None and change.removed:
+            self.watcher.passages_removed({passage_id(seq) for seq in change.removed})
         if change.dropped:
             self._indexes.pop(collection, None)
         elif (change.added or change.removed) and collection in self._indexes:
             await self._indexes[collection].apply(change)
-
-
-def _cut(
-    document: ReadDocument, title: str, record: CollectionRecord, encoder: Encoder | None
-) -> tuple[list[NewChunk], int]:
-    most = record.chunk_tokens
-    if encoder is not None:
-        most = max(8, min(most, encoder.context - _FRAME_TOKENS))
-    count = _characters_as_tokens if encoder is None else encoder.count_tokens
-    overlap = min(record.overlap_tokens, most // 2)
-    chunks = cut_into_chunks(document.blocks, count, title=title, most=most, overlap=overlap)
-    found = [NewChunk(each.heading, each.text, text_digest(each.text), sketch_bands(each.text)) for each in chunks]
-    return found, sum(each.tokens for each in chunks)
-
-
-def _characters_as_tokens(text: str) -> int:
-    return len(text.encode()) // 4 + 1

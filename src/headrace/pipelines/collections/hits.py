@@ -28,6 +28,18 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     scores: Mapping[str, float] = {}  # of each stage that ranked it: keyword, vector, rerank
 
 
+def passage_id(chunk: int) -> str:
+    """Return the id of a chunk as clients see it."""
+    return f"chunk_{chunk}"
+
+
+class Passages(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found, and what it left out."""
+
+    hits: list[Hit]
+    skipped: Mapping[str, str] = {}  # ways of searching that contributed nothing, each with the reason
+
+
 class QueryVector(msgspec.Struct, frozen=True):
     """A query as a vector. It is used only while the collection has vectors of the same encoder."""
 
@@ -50,7 +62,7 @@ class SearchableCollection(Protocol):
         tenant: str = "",
         caller: Caller | None = None,  # pays for the query's embedding and reranking; default: the tenant
         vector: QueryVector | None = None,  # of the query, if it is known
-    ) -> list[Hit]:
+    ) -> Passages:
         """Return the best chunks, best first. ApiError if the tenant has no such collection or a filter is invalid.
 
         Stages that would miss the deadline are skipped, so that what the others found comes in time.

@@ -27,6 +27,8 @@ class Assemble:
     async def compute(self, services: StageServices, state: RunState, end: float) -> list[str]:
         """Return the ids of the passages in order."""
         sources = choose(services, state, [as_source(hit) for hit in _ordered(state)])
+        if state.config.assemble.order == "warm":
+            sources = services.warm.warm_first(state, sources)
         state.show_sources(sources)
         return [source.id for source in sources]
 

@@ -41,7 +41,7 @@ async def generate(services: StageServices, state: RunState, end: float) -> Asyn
     """
     config = state.config.generate
     ways = [way for way in config.order if way != "cache"]
-    if state.draft and not state.sources and _model(state) == (state.config.tools.model or state.model):
+    if state.draft and not state.sources and answer_model(state) == (state.config.tools.model or state.model):
         state.answered_by = "agent"  # the same model has answered without any tool
         yield ChoiceDelta(0, content=state.draft)
         return
@@ -60,7 +60,7 @@ async def generate(services: StageServices, state: RunState, end: float) -> Asyn
         else:
             if len(config.order) > 1:
                 state.answered_by = "large"
-            async with aclosing(_stream(services, state, answer_request(state, _model(state)), end)) as deltas:
+            async with aclosing(_stream(services, state, answer_request(state, answer_model(state)), end)) as deltas:
                 async for delta in deltas:
                     yield delta
             return
@@ -96,7 +96,7 @@ async def _stream(
 async def _confident_choice(services: StageServices, state: RunState, end: float, *, is_last: bool) -> Choice | None:
     """Return the small model's answer, if it is complete and confident enough or if no other model follows."""
     config = state.config.generate
-    request = answer_request(state, config.small or _model(state))
+    request = answer_request(state, config.small or answer_model(state))
     request = request.but(sampling=replace(request.sampling, logprobs=0))
     now = services.clock.now()
     choice, confidence = Choice(0), Confidence()
@@ -189,5 +189,6 @@ def with_instructions(messages: list[dict[str, Any]], instructions: str, ending:
     return result
 
 
-def _model(state: RunState) -> str:
+def answer_model(state: RunState) -> str:
+    """Return the model that writes the answer, unless a small one is sure."""
     return state.config.generate.model or state.model

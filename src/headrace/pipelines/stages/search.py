@@ -9,11 +9,13 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.gateway.api_errors import invalid_request
-from headrace.pipelines.collections.hits import Filters, Hit, SearchableCollection
+from headrace.pipelines.collections.hits import Filters, Hit, Passages, SearchableCollection
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_services import StageServices
 
+FORMAT: Final = 2  # of results that caches keep
 _SHARE: Final = 0.9  # of the stage's time, that the collection may take: the rest is for the way there and back
+_WHY: Final = {"deadline": "late"}  # a collection's reasons in the words of a stage
 _PASSAGE_CHARS: Final = 20_000  # of one passage
 
 
@@ -23,24 +25,27 @@ class Search:
 
     def cache_parts(self, state: RunState) -> list[Any]:
         config = state.config.search
-        return [config.collection, config.k, dict(search_filters(state) or {}), state.question]
+        return [FORMAT, config.collection, config.k, dict(search_filters(state) or {}), state.question]
 
-    async def compute(self, services: StageServices, state: RunState, end: float) -> list[Any]:
-        hits = await search(services, state, state.question, end - services.clock.now())
-        return msgspec.to_builtins(hits)
+    async def compute(self, services: StageServices, state: RunState, end: float) -> dict[str, Any]:
+        return msgspec.to_builtins(await search(services, state, state.question, end - services.clock.now()))
 
-    def apply(self, state: RunState, result: list[Any]) -> Mapping[str, Any]:
-        state.hits = msgspec.convert(result, list[Hit])
-        return {"passages": len(state.hits)}
+    def apply(self, state: RunState, result: Any) -> Mapping[str, Any]:
+        found = msgspec.convert(result, Passages)
+        state.hits = found.hits
+        details: dict[str, Any] = {"passages": len(found.hits)}
+        if found.skipped:
+            details["skipped"] = {way: _WHY.get(why, why) for way, why in found.skipped.items()}
+        return details
 
     def use_partial(self, state: RunState) -> None:
         """The collection has returned what it had, or nothing."""
 
 
-async def search(services: StageServices, state: RunState, question: str, seconds: float) -> list[Hit]:
+async def search(services: StageServices, state: RunState, question: str, seconds: float) -> Passages:
     """Return the passages for a question, bounded in number and length."""
     config, caller = state.config.search, state.exchange.caller
-    hits = await (await open_collection(services, state)).search(
+    found = await (await open_collection(services, state)).search(
         question,
         k=config.k,
         filters=search_filters(state),
@@ -49,7 +54,7 @@ async def search(services: StageServices, state: RunState, question: str, second
         caller=caller,
         vector=state.vector if question == state.question else None,
     )
-    return bounded_hits(hits, config.k)
+    return replace(found, hits=bounded_hits(found.hits, config.k))
 
 
 async def open_collection(services: StageServices, state: RunState) -> SearchableCollection:

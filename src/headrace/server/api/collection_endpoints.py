@@ -9,7 +9,8 @@ from msgspec import Meta, Struct
 
 from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.pipelines.collections.collection import MOST_HITS, SearchOptions, SearchResult
-from headrace.pipelines.collections.collections import Collections, GivenDocument
+from headrace.pipelines.collections.collections import Collections
+from headrace.pipelines.collections.document_intake import GivenDocument
 from headrace.server.api.files import FileStore
 from headrace.server.api.list_query import parse_list_query
 from headrace.server.endpoint_context import EndpointContext
