@@ -178,7 +178,7 @@ def tune_model(
         if prompts is None or prompts.suffix != ".jsonl":
             raise RequestError("--gate answers needs --prompts with a JSONL file.", parameter="gate")
         judge = answers_gate(prompts, thresholds)
-    report = run_tuning(model, options, answers_gate=judge, report_progress=_progress, on_result=_say)
+    report = run_tuning(model, options, answers_gate=judge, report_progress=_progress, advise=_advise, on_result=_say)
     _progress("")
     if config is not None:
         _write(config, tuned_toml(report, model))
@@ -200,6 +200,11 @@ def tune_model(
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _advise(text: str) -> None:
+    _progress("")
+    print(text, file=sys.stderr)
 
 
 def _say(result: LevelResult) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from pathlib import Path
 
 import pytest
 
+from headrace.bench.tuning.remembered_machine import RememberedMachine, TuneState, read_state
 from headrace.bench.tuning.search import (
     OUT_OF_TIME,
     Choice,
@@ -21,6 +23,7 @@ from headrace.bench.tuning.search import (
     try_level,
     walk_levels,
 )
+from headrace.errors import RequestError
 
 THREADS, ROWS, BATCH, DRAFTS, KV = (1, 2, 4, 8), (64, 128, 256, 512, 1024), (1, 8, 16, 32, 64), (0, 2, 4, 8), (0, 1)
 LEVELS = [
@@ -118,19 +121,39 @@ def test_lossless_levels_come_first_and_never_see_the_gate() -> None:
     assert len(machine.gated) == 1
 
 
-def test_a_walk_goes_on_where_it_was_cut_and_measures_nothing_twice() -> None:
+@pytest.mark.parametrize("fits", [3, 27, 60])
+def test_a_walk_goes_on_where_it_was_cut_also_inside_a_level_and_measures_nothing_twice(
+    fits: int, tmp_path: Path
+) -> None:
     whole = Simulated(noise=0.0)
     expected = walk_levels(START, LEVELS, whole)
-    first, seen = Simulated(noise=0.0), []
-    stop = iter([False, False, True, True, True, True])
-    cut = walk_levels(START, LEVELS, first, out_of_time=lambda: next(stop, True), on_result=seen.append)
-    assert [result.reason for result in cut[2:]] == [OUT_OF_TIME] * len(cut[2:])
-    assert [result.level for result in seen] == [result.level for result in cut]
-    done = [result for result in cut if result.reason != OUT_OF_TIME]
+    path = tmp_path / "state.json"
+    first = Simulated(noise=0.0)
+    cut = walk_levels(
+        START,
+        LEVELS,
+        RememberedMachine(first, read_state(path, "one"), path, time_is_over=lambda: first.calls >= fits),
+    )
+    assert first.calls == fits
+    assert cut[-1].reason == OUT_OF_TIME
     second = Simulated(noise=0.0)
-    again = walk_levels(START, LEVELS, second, done=done)
+    again = walk_levels(
+        START, LEVELS, RememberedMachine(second, read_state(path, "one"), path, time_is_over=lambda: False)
+    )
     assert [result.setting for result in again] == [result.setting for result in expected]
-    assert first.calls + second.calls == whole.calls + 10  # the noise is measured again
+    assert first.calls + second.calls == whole.calls
+    with pytest.raises(RequestError, match="belongs to a tuning with another model"):
+        read_state(path, "other")
+    path.write_text("{}")
+    with pytest.raises(RequestError, match="is not the state of a tuning"):
+        read_state(path, "one")
+
+
+def test_a_setting_measured_twice_with_one_number_is_measured_twice() -> None:
+    machine = Simulated(noise=0.1)
+    remembered = RememberedMachine(machine, TuneState(digest=""), time_is_over=lambda: False)
+    assert remembered.measure(START, 0) != remembered.measure(START, 0)
+    assert machine.calls == 2
 
 
 def test_a_level_says_why_it_was_not_tried() -> None:

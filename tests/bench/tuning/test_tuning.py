@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -171,9 +172,14 @@ def test_a_tuning_from_naive_writes_state_configuration_and_report(
     # The same state: nothing is measured again but the whole.
     again = tune(str(tiny_folder), options)
     assert [result.outcome for result in again.results] == [result.outcome for result in report.results]
-    assert again.measurements <= 6
+    assert again.measurements <= 7  # the first setting, and the last against it
     with pytest.raises(RequestError, match="belongs to a tuning with another model"):
         tune(str(tiny_folder), replace(options, requests=4))
+    advice: list[str] = []
+    none = tune(str(tiny_folder), replace(options, state=None, minutes=1e-4), advise=advice.append)
+    assert none.measurements == 1
+    assert [result.outcome for result in none.results] == ["skipped"] * 3
+    assert re.match(r"One measurement takes .* Raise --minutes, or measure fewer", advice[0])
     with pytest.raises(RequestError, match="Unknown level 'pages'"):
         tune(str(tiny_folder), replace(options, levels=("pages",), state=None))
 

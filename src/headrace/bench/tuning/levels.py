@@ -70,7 +70,6 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
             name="batching",
             what="requests join the batch at every step instead of one at a time",
             choices=(
-                Choice("static, 8", {"batching": "static", "max_sequences": 8}),
                 Choice("continuous, 8", {"batching": "continuous", "max_sequences": 8}),
                 Choice("continuous, 64", {"batching": "continuous", "max_sequences": 64}),
             ),

@@ -50,9 +50,13 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float] = {}
 
 
+class OutOfTimeError(Exception):
+    """Raised by a machine in place of a measurement when the time for the walk is over."""
+
+
 class TuningMachine(Protocol):
     def measure(self, setting: Setting, number: int) -> Sample:
-        """Measure once. Equal numbers get equal requests."""
+        """Measure once. Equal numbers get equal requests. Raise OutOfTimeError if there is no time left."""
         ...
 
     def predict(self, current: Setting, setting: Setting) -> float | None:
@@ -131,13 +135,10 @@ def walk_levels(
     machine: TuningMachine,
     rules: Rules | None = None,
     *,
-    out_of_time: Callable[[], bool] = lambda: False,
-    done: Sequence[LevelResult] = (),
     on_result: Callable[[LevelResult], None] = lambda _result: None,
 ) -> list[LevelResult]:
-    """Walk the levels and return a result for each. `done` are results of an earlier walk that was cut short."""
+    """Walk the levels and return a result for each. Levels that the machine has no time for are skipped."""
     rules = rules or Rules()
-    known = {(result.walk, result.level): result for result in done}
     found: list[LevelResult] = []
     setting = dict(start)
     numbers = _numbers(0)
@@ -145,17 +146,13 @@ def walk_levels(
 
     def run(level: Level, walk: int) -> bool:
         nonlocal setting, noise
-        earlier = known.get((walk, level.name))
-        if earlier is not None and earlier.reason != OUT_OF_TIME:
-            result = earlier
-        elif not level.skip and out_of_time():
-            result = _skipped(level, walk, setting, OUT_OF_TIME)
-        else:
-            if noise is None:
+        try:
+            if noise is None and not level.skip:
                 noise = calibrate(setting, machine, numbers)
             result = try_level(level, setting, machine, rules, walk=walk, numbers=numbers, noise=noise)
-        if result is not earlier:
-            on_result(result)
+        except OutOfTimeError:
+            result = _skipped(level, walk, setting, OUT_OF_TIME)
+        on_result(result)
         found.append(result)
         setting = dict(result.setting)
         return result.outcome == "kept"

@@ -17,7 +17,6 @@ from headrace.bench.results.formatting import milliseconds, number, share
 from headrace.bench.traffic_profile import TrafficProfile
 from headrace.bench.tuning.bottleneck import Bottleneck
 from headrace.bench.tuning.search import Comparison, LevelResult, Setting
-from headrace.errors import RequestError
 from headrace.observe.web import web_text
 
 _NOT_CONFIGURED: Final = frozenset({"batching", "model"})
@@ -49,29 +48,8 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
         return [result for result in self.results if result.outcome == "kept"]
 
 
-class TuneState(msgspec.Struct, frozen=True, kw_only=True):
-    digest: str  # of what the results depend on
-    results: list[LevelResult]
-
-
 def state_digest(**inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def read_state(path: Path | None, digest: str) -> list[LevelResult]:
-    """Return the results of an earlier run; none if there is no file. Raise RequestError if it is another's."""
-    if path is None or not path.exists():
-        return []
-    try:
-        state = msgspec.json.decode(path.read_bytes(), type=TuneState)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"{path} is not the state of a tuning: {error}", parameter="state") from None
-    if state.digest != digest:
-        raise RequestError(
-            f"{path} belongs to a tuning with another model, traffic or options. Pass another file or remove it.",
-            parameter="state",
-        )
-    return state.results
 
 
 # Configuration

@@ -17,27 +17,29 @@ from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
 from headrace.bench.tuning.engine_machine import EngineMachine
 from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_setting, tuning_levels
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
+from headrace.bench.tuning.remembered_machine import RememberedMachine, read_state
 from headrace.bench.tuning.search import (
     Comparison,
     Level,
     LevelResult,
     Noise,
     Rules,
+    Sample,
     Setting,
     compare_settings,
     walk_levels,
 )
-from headrace.bench.tuning.tune_report import TuneReport, TuneState, read_state, state_digest
+from headrace.bench.tuning.tune_report import TuneReport, state_digest
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, tuning_traffic
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
-from headrace.models.formats.atomic_file import new_file
 from headrace.models.model_folder import find_model, open_model
 from headrace.models.precision import parse_plan
 from headrace.models.step_work import decode_bytes
 
 Origin = Literal["defaults", "naive"]
 _OVERALL: Final = Level(name="overall", what="", choices=())
+_FEW_MEASUREMENTS: Final = 60  # a walk over the lossless levels alone needs about as many
 _FIRST_NUMBER: Final = 1_000_000  # of the measurements of the whole, apart from those of the levels
 
 
@@ -69,6 +71,7 @@ def tune(
     *,
     answers_gate: AnswersGate | None = None,
     report_progress: Callable[[str], None] = lambda _text: None,
+    advise: Callable[[str], None] = lambda _text: None,
     on_result: Callable[[LevelResult], None] = lambda _result: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneReport:
@@ -128,28 +131,25 @@ def tune(
         answers=answers_gate is not None,
         seed=options.seed,
     )
-    done = read_state(options.state, digest)
-    kept = list(done)
+    state = read_state(options.state, digest)
 
-    def remember(result: LevelResult) -> None:
-        kept.append(result)
-        if options.state is not None:
-            with new_file(options.state) as file:
-                file.write(msgspec.json.encode(TuneState(digest=digest, results=kept)))
-        on_result(result)
+    def time_is_over() -> bool:
+        return clock() - began > 60.0 * options.minutes
 
+    walked = RememberedMachine(machine, state, options.state, time_is_over=time_is_over)
     report_progress("the first setting")
-    before = _bottleneck(machine, start, traffic) if options.bottleneck else None
+    each = -clock()
+    first = machine.measure(start, _FIRST_NUMBER)
+    each += clock()
+    if each * _FEW_MEASUREMENTS > 60.0 * options.minutes:
+        advise(
+            f"One measurement takes {each:.1f} s, and a level needs 6 to 20 of them: about "
+            f"{60.0 * options.minutes / each:.0f} fit into {options.minutes:g} minutes. Raise --minutes, or measure "
+            "fewer (--requests) or shorter (--scale) requests. With --state, you can go on later."
+        )
+    before = _bottleneck(machine, start, traffic, first) if options.bottleneck else None
     report_progress("levels")
-    results = walk_levels(
-        start,
-        levels,
-        machine,
-        options.rules,
-        out_of_time=lambda: clock() - began > 60.0 * options.minutes,
-        done=done,
-        on_result=remember,
-    )
+    results = walk_levels(start, levels, walked, options.rules, on_result=on_result)
     final = results[-1].setting if results else start
     overall: Comparison | None = None
     after = before
@@ -158,7 +158,9 @@ def tune(
         numbers = itertools.count(_FIRST_NUMBER)
         rules = msgspec.structs.replace(options.rules, most_pairs=max(3, options.rules.least_pairs))
         overall = compare_settings(_OVERALL, start, final, machine, rules, numbers, Noise())
-        after = _bottleneck(machine, final, traffic) if options.bottleneck else None
+        if options.bottleneck:
+            last = machine.measure(final, _FIRST_NUMBER)
+            after = _bottleneck(machine, final, traffic, last)
     return TuneReport(
         model=model,
         cpu=machine.cpu,
@@ -187,8 +189,7 @@ def _chosen(levels: list[Level], names: Sequence[str]) -> list[Level]:
     return [level for level in levels if not names or level.name in names]
 
 
-def _bottleneck(machine: EngineMachine, setting: Setting, traffic: TuningTraffic) -> Bottleneck:
-    sample = machine.measure(setting, _FIRST_NUMBER)
+def _bottleneck(machine: EngineMachine, setting: Setting, traffic: TuningTraffic, sample: Sample) -> Bottleneck:
     variant = machine.variant(setting)
     plan = parse_plan(variant.weights, keep=variant.keep)
     folder = machine.folder_of(setting)
