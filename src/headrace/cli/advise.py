@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.bench.advice import LEAST_REQUESTS, Observed
 from headrace.bench.advice import advise as advise_on
@@ -43,7 +44,7 @@ def advise(*, target: AdminTarget = DEFAULT_TARGET) -> None:
         table.add_column(style="dim")
         table.add_column()
         for name in ("finding", "change", "gain", "command"):
-            table.add_row(name, printable(getattr(each, name)))
+            table.add_row(name, Text(printable(getattr(each, name))))
         console.print(table)
         console.print()
 

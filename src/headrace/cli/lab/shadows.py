@@ -50,7 +50,7 @@ def shadows(
         return
     console = Console(highlight=False, width=None if Console().is_terminal else _WIDTH)
     if not shown:
-        console.print("No shadows are configured. Add [routing.shadows.NAME] to headrace.toml.")
+        console.print(Text("No shadows are configured. Add [routing.shadows.NAME] to headrace.toml."))
         return
     table = Table(box=None, pad_edge=False)
     for title in ("shadow", "variant", "compared", "exact", "similarity", "length", "p95 served", "p95 shadow", "lost"):

@@ -127,6 +127,7 @@ class GuardedStore:
         self,
         store: EntryStore,
         *,
+        name: str = "exact",  # of the cache, for the log
         get_s: float | None = 0.05,  # timeout while a request waits; None: the store answers at once
         put_s: float = 1.0,  # timeout in the background
         remove_s: float = 5.0,  # timeout while an administrator waits
@@ -140,7 +141,7 @@ class GuardedStore:
         self._remove_s = remove_s
         self._breaker = breaker or StoreBreaker(clock=clock)
         self._outage = OutageLog(
-            log, "the exact cache skips its store for a while after failures", level=logging.WARNING
+            log, f"the {name} cache skips its store for a while after failures", level=logging.WARNING
         )
         self._clock = clock
         self._failed = failed

@@ -24,14 +24,13 @@ import msgspec
 
 from headrace.config import Config, ExactConfig
 from headrace.config.cache_section import lifetime_s
-from headrace.config.environment import required_secret
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import NO_ACCESS, CacheAccess, CachePolicy
 from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
 from headrace.gateway.caches.exact.cache_key import CacheKey
+from headrace.gateway.caches.exact.configured_store import open_store
 from headrace.gateway.caches.exact.entry_store import (
     CacheSize,
-    EntryStore,
     GuardedStore,
 )
 from headrace.gateway.caches.exact.in_flight import (
@@ -44,13 +43,9 @@ from headrace.gateway.caches.exact.in_flight import (
     ShareableSource,
     total_usage,
 )
-from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.caches.exact.redis import RedisStore
-from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.database import Database
-from headrace.gateway.redis_client import connect
 from headrace.gateway.requests.text_request import ChoiceDelta, TakeDelta, TokenUsage
 from headrace.observe import metrics
 
@@ -224,19 +219,14 @@ class ExactCache:
         is_used = any(mode not in (None, "off") for mode in modes)
         if exact.store == "redis" and not (is_used or environ.get(exact.redis_env)):
             return None
-        secret = ""
-        if exact.secret_env is not None:
-            secret = required_secret(environ, exact.secret_env, "cache.exact.secret_env")
-        store = GuardedStore(
-            _store(exact, database, environ),
-            get_s=None if exact.store == "memory" else exact.wait_ms / 1e3,
-            failed=lambda call: metrics.of(metrics.cache_failures, "exact", call).inc(),
-        )
+        stale_s = 0.0 if exact.stale is None else lifetime_s(exact.stale)
+        lifetimes_s = [lifetime_s(ttl) + stale_s for ttl in (exact.ttl, *exact.tags.values())]
+        store, secret = open_store(exact, "exact", lifetimes_s, database, environ)
         return cls(
             store,
             CachePolicy(mode=exact.mode, share=exact.share, salt="exact"),
             config=exact,
-            secret=secret.encode(),
+            secret=secret,
             note=lambda outcome, tenant: metrics.of(metrics.caches, "exact", outcome).inc(),
         )
 
@@ -373,13 +363,3 @@ class ExactCache:
     async def close(self) -> None:
         await self.flights.close(ApiError("The server is shutting down.", kind="overloaded_error", code="draining"))
         await self._store.close()
-
-
-def _store(config: ExactConfig, database: Database, environ: Mapping[str, str]) -> EntryStore:
-    wait_s = config.wait_ms / 1e3
-    if config.store == "redis":
-        url = required_secret(environ, config.redis_env, "cache.exact.redis_env")
-        return RedisStore(connect(url, seconds=wait_s), entry_bytes=config.entry_bytes, bound_s=wait_s)
-    if config.store == "sqlite":
-        return SqliteStore(database, most_bytes=config.bytes, tenant_bytes=config.tenant_bytes, bound_s=wait_s)
-    return MemoryStore(most_bytes=config.bytes, tenant_bytes=config.tenant_bytes)

@@ -19,16 +19,12 @@ from typing import Any, Final, Literal
 import msgspec
 
 from headrace.config.cache_section import ResultsConfig, lifetime_s
-from headrace.config.environment import required_secret
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import CacheKey
-from headrace.gateway.caches.exact.entry_store import CacheSize, EntryStore, GuardedStore
-from headrace.gateway.caches.exact.memory import MemoryStore
-from headrace.gateway.caches.exact.redis import RedisStore
-from headrace.gateway.caches.exact.sqlite import SqliteStore
+from headrace.gateway.caches.exact.configured_store import open_store
+from headrace.gateway.caches.exact.entry_store import CacheSize, GuardedStore
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.database import Database
-from headrace.gateway.redis_client import connect
 from headrace.observe import metrics
 
 ResultKind = Literal["embedding", "retrieval", "http", "sql", "tool", "stage", "answer", "prefetch"]
@@ -117,16 +113,11 @@ class ResultCache:
         """Build the cache; None if no tenant uses it. ConfigError if the environment lacks the URL of Redis."""
         if not is_used:
             return None
-        secret = ""
-        if config.secret_env is not None:
-            secret = required_secret(environ, config.secret_env, "cache.results.secret_env")
-        store = GuardedStore(
-            _store(config, database, environ),
-            get_s=None if config.store == "memory" else config.wait_ms / 1e3,
-            failed=lambda call: metrics.of(metrics.cache_failures, "results", call).inc(),
-        )
+        named = (config.embedding_ttl, config.retrieval_ttl, config.http_ttl, config.sql_ttl, config.tool_ttl)
+        lifetimes_s = map(lifetime_s, (*named, *config.tags.values()))
+        store, secret = open_store(config, "results", lifetimes_s, database, environ)
         modes = CachePolicy(mode=config.mode, share=config.share, salt="results")
-        return cls(store, modes, config=config, secret=secret.encode())
+        return cls(store, modes, config=config, secret=secret)
 
     async def fetch(
         self,
@@ -294,23 +285,3 @@ def _key(kind: ResultKind, tenant: str, parts: Sequence[Any], tags: Sequence[str
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
     return CacheKey(tenant, hashlib.sha256(encoded).digest(), ordered)
-
-
-def _store(config: ResultsConfig, database: Database, environ: Mapping[str, str]) -> EntryStore:
-    wait_s = config.wait_ms / 1e3
-    if config.store == "redis":
-        url = required_secret(environ, config.redis_env, "cache.results.redis_env")
-        client = connect(url, seconds=wait_s)
-        named = (config.embedding_ttl, config.retrieval_ttl, config.http_ttl, config.sql_ttl, config.tool_ttl)
-        longest = max(map(lifetime_s, (*named, *config.tags.values())))
-        return RedisStore(
-            client,
-            prefix="headrace:results",
-            most_seconds=max(86_400.0, longest),
-            entry_bytes=config.entry_bytes,
-            bound_s=wait_s,
-        )
-    most, tenant = config.bytes, config.tenant_bytes
-    if config.store == "sqlite":
-        return SqliteStore(database, name="results", most_bytes=most, tenant_bytes=tenant, bound_s=wait_s)
-    return MemoryStore(most_bytes=most, tenant_bytes=tenant)
