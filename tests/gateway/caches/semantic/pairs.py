@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 DATA = Path(__file__).parent / "data"
-Split = Literal["train", "test", "late", "last"]
+Split = Literal["train", "test", "late", "last", "fresh"]
 
 
 @dataclass(frozen=True, slots=True)
