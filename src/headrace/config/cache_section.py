@@ -13,6 +13,7 @@ from headrace.config.value_types import Count, Milliseconds, Section, Share, Tex
 CacheMode = Literal["off", "record", "share", "on"]
 Lifetime = Annotated[str, Meta(pattern=r"^(?=[0-9.]*[1-9])[0-9]{1,9}(\.[0-9]{1,6})?(ms|s|m|h|d)\Z")]  # 90s, 5m, 1h, 7d
 Cosine = Annotated[float, Meta(ge=-1, le=1)]
+ANSWERING_MODEL: Final = "model"  # `cache.semantic.verify`: the variant that would answer the request
 
 
 class ExactConfig(Section, frozen=True):
@@ -46,8 +47,10 @@ class SemanticConfig(Section, frozen=True):
     floor: Cosine = 0.75  # cosine similarity below which entries are ignored
     nearest: Annotated[int, Meta(ge=1, le=64)] = 4  # nearest entries to compare, 1 to 64
     guards: bool = True
-    reranker: str = ""  # served reranker that must find that both questions ask the same; empty: none
-    reranker_least: Share = 0.5  # its lowest score for a hit, 0 to 1; the lower of both orders counts
+    # model, or a served reranker or chat model that must find that both questions ask the same; empty: none
+    verify: str = ""
+    verify_least: Share = 0.5  # its lowest score for a hit, 0 to 1; the lower of both orders counts
+    verify_wait_ms: Milliseconds = 250.0  # milliseconds for a verification
     check_share: Share = 0.05  # share of hits checked against a fresh response
     sampled: bool = False  # include requests with a temperature
     tools: bool = False  # include requests with tools, and agent turns
@@ -59,7 +62,7 @@ class SemanticConfig(Section, frozen=True):
     ttl: Lifetime = "1d"
     tags: dict[str, Lifetime] = msgspec.field(default_factory=dict[str, Lifetime])  # lifetime by tag
     vectors: Literal["float32", "int8"] = "float32"
-    wait_ms: Milliseconds = 50.0  # milliseconds for an embedding, and as many for the reranker
+    wait_ms: Milliseconds = 50.0  # milliseconds for an embedding
 
 
 class ResultsConfig(Section, frozen=True):

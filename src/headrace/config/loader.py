@@ -281,7 +281,12 @@ class _Reader:
                 if not isinstance(read, _Invalid):
                     given[key] = read
             else:
-                self.add_mistake(_below(where, key), f"unknown key; {_suggestion(key, kinds, 'keys')}")
+                options = next((name for name, each in kinds.items() if each == Options), None)
+                if options is not None and key in OPTIONS:
+                    hint = f"did you mean {_below(_below(where, options), key)}?"
+                else:
+                    hint = _suggestion(key, kinds, "keys")
+                self.add_mistake(_below(where, key), f"unknown key; {hint}")
         return given
 
     def _value(self, kind: Any, raw: Any, where: str, *, secret: bool = False) -> Any:

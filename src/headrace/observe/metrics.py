@@ -174,9 +174,15 @@ collections: Final = Counter(
 )
 semantic: Final = Counter(
     "headrace_semantic_cache",
-    "Semantic cache: outcomes, rejections by its guards, comparisons with fresh answers.",
+    "Semantic cache: outcomes, rejections by guards and verifier, verifications, comparisons with fresh answers.",
     ("table", "name"),
     registry=registry,
+)
+semantic_verify_seconds: Final = Histogram(
+    "headrace_semantic_verify_seconds",
+    "Time that the semantic cache's verifier took for a pair of questions.",
+    registry=registry,
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 routes: Final = Counter(
     "headrace_routes", "Routing decisions, by stage and chosen variant.", ("stage", "chosen"), registry=registry

@@ -25,6 +25,7 @@ from headrace.config import (
     variants_of,
 )
 from headrace.config.adapter_section import check_adapters
+from headrace.config.cache_section import ANSWERING_MODEL
 from headrace.config.loader import ConfigCheck, read_config
 from headrace.config.pin_section import check_pins
 from headrace.config.toml_text import HIDDEN, key_path, quoted
@@ -157,11 +158,17 @@ def _caches(config: Config, served: Sequence[str]) -> Iterator[Finding]:
     known = ", ".join(map(quoted, served))
     if used and semantic.embedder not in served:
         yield "cache.semantic.embedder", f"expected a served encoder, one of {known}, found {quoted(semantic.embedder)}"
-    if semantic.reranker and semantic.reranker not in served:
-        known = ", ".join(map(quoted, served))
+    if semantic.verify not in ("", ANSWERING_MODEL, *served):
         yield (
-            "cache.semantic.reranker",
-            f"expected a served reranker, one of {known}, found {quoted(semantic.reranker)}",
+            "cache.semantic.verify",
+            f"expected {quoted(ANSWERING_MODEL)}, or a served reranker or chat model, one of {known}, "
+            f"found {quoted(semantic.verify)}",
+        )
+    if semantic.verify == ANSWERING_MODEL and ANSWERING_MODEL in served:
+        yield (
+            "cache.semantic.verify",
+            f"{quoted(ANSWERING_MODEL)} stands for the model that would answer, and is also a served model's name; "
+            "give that model another name",
         )
     if exact.tenant_bytes > exact.bytes:
         yield (

@@ -348,9 +348,12 @@ async def test_what_goes_wrong_is_one_line(terminal: Terminal, tmp_path: Path, m
         done = await terminal("create-tenant", "blue")
         assert (done.code, done.error) == (WRONG_USAGE, "headrace: This API key may only read the admin API.")
         monkeypatch.setenv("HEADRACE_ADMIN_KEY", "wrong")
-        assert (await terminal("epoch")).error == "headrace: Unknown API key."
+        wrong = (await terminal("epoch")).error
+        assert wrong == "headrace: Unknown API key. Check HEADRACE_ADMIN_KEY, which this command reads the key from."
         monkeypatch.delenv("HEADRACE_ADMIN_KEY")
-        assert "Missing API key" in (await terminal("epoch")).error
+        missing = (await terminal("epoch")).error
+        assert missing.startswith("headrace: Missing API key.")
+        assert missing.endswith(" Set HEADRACE_ADMIN_KEY, which this command reads the key from.")
         monkeypatch.setenv("HEADRACE_ADMIN_KEY", "☃")
         assert (await terminal("epoch")).code == WRONG_USAGE
     monkeypatch.setenv("HEADRACE_ADMIN_KEY", ROOT)

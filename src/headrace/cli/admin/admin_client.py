@@ -108,6 +108,9 @@ def request(
         raise ConnectionError(f"{url}: the response is longer than {_RESPONSE_BYTES} bytes")
     if reply.status >= 400:
         reason = printable(_reason(answer, reply.status))
+        if reply.status == 401:
+            action = "Check" if key else "Set"
+            reason += f" {action} {key_variable}, which this command reads the key from."
         raise ConnectionError(f"{url}: {reason}") if reply.status >= 500 else HeadraceError(reason)
     return answer
 

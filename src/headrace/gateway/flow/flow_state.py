@@ -58,6 +58,7 @@ class Lookups(msgspec.Struct):
 
     exact: ExactLookup | None = None
     semantic: SemanticLookup | None = None
+    charges: list[VariantCharge] = []  # what verifying a hit has cost, whether it became one or not
 
 
 class Delivery(msgspec.Struct):

@@ -22,12 +22,13 @@ from headrace.gateway.flow.degrade import allowed_steps
 from headrace.gateway.flow.flow_state import FlowState
 from headrace.gateway.flow.services import Services
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
-from headrace.gateway.routing.composite_answerer import derive_exchange
+from headrace.gateway.routing.composite_answerer import VariantCharge, derive_exchange
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.observe import metrics
 
 if TYPE_CHECKING:
+    from headrace.gateway.caches.semantic.hit_verifier import HitVerifier, Verification
     from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 
 # Errors from overload, outage or deadlines, which an extracted answer may replace.
@@ -65,7 +66,9 @@ async def recall(state: FlowState) -> bool:
         if is_served and lookup.entry is not None:
             answer = lookup.entry.answer
             deltas = answer.pieces(prompt_tokens=exchange.prompt_tokens)
-            _answer_from_cache(state, CacheHit(deltas, n=1, machine_s=answer.machine_s), "semantic")
+            verified = lookup.verification
+            detail = f"verified={verified.score:.2f}" if verified is not None and verified.score is not None else ""
+            _answer_from_cache(state, CacheHit(deltas, n=1, machine_s=answer.machine_s), "semantic", detail)
             if lookup.check:
                 services.background.run(_check_hit(services, exchange, lookup))
             return True
@@ -89,10 +92,32 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
         semantic.embedder_for(exchange.caller, exchange.surface),
         variant="\n".join((exchange.served.name, exchange.served.fingerprint, _recipe(state, exchange))),
         surface=exchange.surface,
-        scorer=semantic.scorer_for(exchange.caller, exchange.surface),
+        verifier=_verifier(state) if semantic.config.verify else None,
     )
-    exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome)
+    known: dict[str, Any] = {"reason": lookup.reason} if lookup.reason else {}
+    exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome, **known)
+    if (found := lookup.verification) is not None:
+        _note_verification(state, lookup, found)
     return lookup
+
+
+def _verifier(state: FlowState) -> HitVerifier | None:
+    from headrace.gateway.flow.model_verifier import verifier_for
+
+    return verifier_for(state)
+
+
+def _note_verification(state: FlowState, lookup: SemanticLookup, found: Verification) -> None:
+    """Show a verified candidate in the request's trace, also a refused one, and charge it with the answer."""
+    known: dict[str, Any] = {"variant": found.variant, "outcome": lookup.outcome}
+    if found.score is not None:
+        known["score"] = round(found.score, 4)
+    if lookup.candidate is not None:
+        known["cosine"] = round(lookup.candidate.cosine, 4)
+    state.exchange.timeline.part("recall", "verify", found.began, found.ended, **known)
+    metrics.semantic_verify_seconds.observe(found.ended - found.began)
+    if found.is_charged and (found.usage.prompt_tokens or found.usage.output_tokens):
+        state.lookups.charges.append(VariantCharge(found.variant, found.usage, "verify"))
 
 
 def _recipe(state: FlowState, exchange: Exchange) -> str:

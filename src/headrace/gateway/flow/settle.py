@@ -213,6 +213,9 @@ def _settle_ledger(state: FlowState, outcome: Outcome, facts: AnswerFacts | None
     exchange, ledger = state.exchange, state.services.ledger
     assert ledger is not None
     id, ended = exchange.id, outcome.label
+    if outcome.origin is not Origin.NONE:
+        for place, charge in enumerate(state.lookups.charges):
+            _charge_part(state, ledger, f"{id}.verify{place}", charge, ended)
     match outcome.origin:
         case Origin.NONE:
             ledger.release(id)
@@ -236,15 +239,18 @@ def _cost(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> int 
         return None
     price = prices.of(exchange.served.name)
     match outcome.origin:
+        case Origin.NONE:
+            return 0
         case Origin.GENERATED:
-            return sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in _variant_charges(state))
+            micros = sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in _variant_charges(state))
         case Origin.CACHED | Origin.SHARED:
             usage = exchange.usage if exchange.cut_by else TokenUsage() if facts is None else facts.saved
-            return price.hit_micros(*_priced(usage))
+            micros = price.hit_micros(*_priced(usage))
         case Origin.HANDED_OVER:  # another request pays for the generation
-            return price.hit_micros(*_priced(exchange.usage)) if exchange.cut_by else 0
+            micros = price.hit_micros(*_priced(exchange.usage)) if exchange.cut_by else 0
         case _:
-            return 0
+            micros = 0
+    return micros + sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in state.lookups.charges)
 
 
 def _priced(usage: TokenUsage) -> tuple[int, int, int, int]:
@@ -273,9 +279,7 @@ def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> N
     instead_of = state.requested if exchange.served.name != state.requested else ""
     *tries, last = _variant_charges(state)
     for place, charge in enumerate(tries):
-        id = f"{exchange.id}.{place}"
-        entry = ledger_entry(state, id=id, variant=charge.variant, counted=False)
-        ledger.charge(id, charge.usage, ended=ended, variant=charge.variant, entry=entry)
+        _charge_part(state, ledger, f"{exchange.id}.{place}", charge, ended)
     ledger.charge(
         exchange.id,
         last.usage,
@@ -283,6 +287,12 @@ def _charge_generation(state: FlowState, ledger: RequestLedger, ended: str) -> N
         variant=last.variant,
         instead_of=instead_of if last.variant != instead_of else "",
     )
+
+
+def _charge_part(state: FlowState, ledger: RequestLedger, id: str, charge: VariantCharge, ended: str) -> None:
+    """Charge work beside the answer's own, under an id of its own."""
+    entry = ledger_entry(state, id=id, variant=charge.variant, counted=False)
+    ledger.charge(id, charge.usage, ended=ended, variant=charge.variant, entry=entry)
 
 
 def _store_semantic(state: FlowState, outcome: Outcome) -> None:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from headrace import LLM
 from headrace.config.cache_section import SemanticConfig
 from headrace.gateway.caches.semantic.guards import refusal_reason
+from headrace.gateway.caches.semantic.pair_score import score
 from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
-from headrace.gateway.caches.semantic.verifier import score
 from tests.gateway.caches.semantic.pairs import pairs
 from tests.support.fake_encoders import asking
 from tests.support.file_storage import asynchronous
@@ -56,7 +56,7 @@ def test_its_vectors_are_unit_length_and_say_what_is_alike(encoder: Encoder) -> 
     assert rows[0] @ rows[1] > 0.5 > rows[0] @ rows[2]
 
 
-def test_few_wrong_pairs_pass_guards_and_verifier_where_half_of_the_right_ones_do(encoder: Encoder) -> None:
+def test_few_wrong_pairs_pass_guards_and_score_where_half_of_the_right_ones_do(encoder: Encoder) -> None:
     found = pairs("late")
     texts = sorted({text for pair in found for text in (pair.one, pair.other)})
     vectors = dict(zip(texts, encoder.llm.embed(texts), strict=True))

@@ -17,14 +17,14 @@ from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
-from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
+from headrace.gateway.caches.semantic.hit_verifier import HitVerifier, RerankerVerifier
 from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, SemanticCache, SemanticLookup
 from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer, storable_answer, with_example
 from headrace.gateway.caches.semantic.semantic_key import SemanticKey, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, ToolCall
+from headrace.gateway.requests.text_request import Choice, TextRequest, TokenUsage, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.spec import RankingSpec
@@ -57,7 +57,8 @@ class Bench:
     def __init__(self, settings: Settings | None = None, **parts: Any) -> None:
         self.clock = Clock()
         self.embedder = WordEmbedder()
-        self.counts: dict[str, dict[str, int]] = {"outcomes": {}, "refusals": {}, "comparisons": {}}
+        tables = ("outcomes", "refusals", "verifications", "comparisons")
+        self.counts: dict[str, dict[str, int]] = {table: {} for table in tables}
         config, tuning = settings or (SemanticConfig(), SemanticTuning())
         parts.setdefault("counted", self._count)
         self.cache = SemanticCache(config, tuning=tuning, clock=self.clock, **parts)
@@ -69,11 +70,11 @@ class Bench:
         self.cache.config, self.cache.tuning = settings
 
     async def recall(
-        self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat", scorer: PairScorer | None = None
+        self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat", verifier: HitVerifier | None = None
     ) -> SemanticLookup:
         asked = asking(text) if isinstance(text, str) else text
         return await self.cache.recall(
-            tenant, asked, self.embedder, variant="mini fp_1", surface=surface, scorer=scorer
+            tenant, asked, self.embedder, variant="mini fp_1", surface=surface, verifier=verifier
         )
 
     async def answered(
@@ -101,10 +102,12 @@ def test_the_same_question_in_other_words_gets_the_kept_answer() -> None:
     asynchronous(test)
 
 
-class Scorer:
-    """A reranker that gives every pair one score; None: it fails."""
+class Verifier:
+    """Gives every pair one score; None: it fails."""
 
     def __init__(self, found: float | None, *, meanwhile: Callable[[], Awaitable[Any]] | None = None) -> None:
+        self.variant = "judge"
+        self.usage = TokenUsage(prompt_tokens=7)
         self.found = found
         self.pairs: list[tuple[str, str]] = []
         self._meanwhile = meanwhile
@@ -114,33 +117,39 @@ class Scorer:
         if self._meanwhile is not None:
             await self._meanwhile()
         if self.found is None:
-            raise OSError("the reranker is gone")
+            raise OSError("the verifier is gone")
         return self.found
 
 
-def test_a_hit_must_also_convince_the_reranker() -> None:
+def test_a_hit_must_also_convince_the_verifier() -> None:
     async def test() -> None:
-        bench = Bench(fixed(reranker_least=0.6))
+        bench = Bench(fixed(verify_least=0.6))
         await bench.answered(QUESTION)
-        sure = Scorer(0.6)
-        assert (await bench.recall(SAME, scorer=sure)).outcome == "hit"
+        sure = Verifier(0.6)
+        assert (await bench.recall(SAME, verifier=sure)).outcome == "hit"
         assert sure.pairs == [(QUESTION, SAME)]
-        doubtful = await bench.recall(SAME, scorer=Scorer(0.59))
-        assert (doubtful.outcome, doubtful.reason, doubtful.entry) == ("refused", "reranker", None)
-        assert bench.counts["refusals"] == {"reranker": 1}
-        assert (await bench.recall(SAME, scorer=Scorer(None))).outcome == "unavailable"
-        far = Scorer(1.0)
-        assert (await bench.recall("What does the house wine cost?", scorer=far)).outcome == "miss"
-        assert far.pairs == []  # the reranker can only refuse
+        doubtful = await bench.recall(SAME, verifier=Verifier(0.59))
+        assert (doubtful.outcome, doubtful.reason, doubtful.entry) == ("refused", "verifier", None)
+        assert bench.counts["refusals"] == {"verifier": 1}
+        assert (await bench.recall(SAME, verifier=Verifier(None))).outcome == "unavailable"
+        far = Verifier(1.0)
+        assert (await bench.recall("What does the house wine cost?", verifier=far)).outcome == "miss"
+        assert far.pairs == []  # the verifier can only refuse
+        assert (await bench.recall(QUESTION, verifier=far)).outcome == "hit"
+        assert far.pairs == []  # the same text needs none
+        bench.reconfigure(fixed(threshold=0.999))
+        assert (await bench.recall(SAME, verifier=far)).outcome == "explore"
+        assert far.pairs == []  # the score alone is too low
+        assert bench.counts["verifications"] == {"yes": 1, "no": 1, "failed": 1}
 
     asynchronous(test)
 
 
-def test_a_candidate_that_the_reranker_refuses_teaches_nothing_and_its_answer_is_kept_beside() -> None:
+def test_a_candidate_that_the_verifier_refuses_teaches_nothing_and_its_answer_is_kept_beside() -> None:
     async def test() -> None:
         bench = Bench(fixed())
         await bench.answered(QUESTION)
-        refused = await bench.recall(SAME, scorer=Scorer(0.0))
+        refused = await bench.recall(SAME, verifier=Verifier(0.0))
         await bench.cache.settle(refused, StoredAnswer("Another answer."), bench.embedder)
         assert bench.counts["comparisons"] == {}
         assert bench.cache.about("a")["entries"] == 2
@@ -148,12 +157,12 @@ def test_a_candidate_that_the_reranker_refuses_teaches_nothing_and_its_answer_is
     asynchronous(test)
 
 
-def test_an_entry_that_is_invalidated_while_the_reranker_reads_is_not_served() -> None:
+def test_an_entry_that_is_invalidated_while_the_verifier_reads_is_not_served() -> None:
     async def test() -> None:
         bench = Bench(fixed())
         await bench.answered(QUESTION)
-        scorer = Scorer(1.0, meanwhile=lambda: bench.cache.invalidate(tenant="a"))
-        assert (await bench.recall(SAME, scorer=scorer)).outcome == "miss"
+        verifier = Verifier(1.0, meanwhile=lambda: bench.cache.invalidate(tenant="a"))
+        assert (await bench.recall(SAME, verifier=verifier)).outcome == "miss"
 
     asynchronous(test)
 
@@ -178,13 +187,13 @@ def test_a_reranker_reads_a_pair_in_both_orders_and_the_lower_score_counts() -> 
             kind="reranker",
             ranking=RankingSpec(template="pair", activation="identity"),
         )
-        scorer = ServedPairScorer(served, Caller(tenant="a"), surface="voice")
+        verifier = RerankerVerifier(served, Caller(tenant="a"), surface="voice")
         lower = 1 / (1 + np.exp(4.0))
-        assert await scorer.score("ab", "xyz and more") == pytest.approx(lower)
-        assert await scorer.score("xyz and more", "ab") == pytest.approx(lower)
+        assert await verifier.score("ab", "xyz and more") == pytest.approx(lower)
+        assert await verifier.score("xyz and more", "ab") == pytest.approx(lower)
         assert {(each.tenant, each.surface) for each in engine.text_request} == {("a", "voice")}
         with pytest.raises(HeadraceError, match="no reranker"):
-            ServedPairScorer(replace(served, ranking=None), Caller(tenant="a"))
+            RerankerVerifier(replace(served, ranking=None), Caller(tenant="a"))
 
     asynchronous(test)
 

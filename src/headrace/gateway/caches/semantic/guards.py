@@ -3,7 +3,7 @@
 Owns the guards: pure functions of two parsed questions that return a reason or None. A guard never decides that two
 questions are the same; it refuses if something that changes the answer is on only one side.
 
-    question, candidate ──each guard in turn──▶ the first reason, or None: then the verifier decides
+    question, candidate ──each guard in turn──▶ the first reason, or None: then the score decides
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The words that the guards know: opposites, alternatives, synonyms, and the small words of seven languages.
 
 Owns lists of English words and nothing else; what is made of them is for `words`, `question` and `guards`. A word
-that is missing here costs a wrong refusal (a synonym) or is left to the verifier (an opposite), so lists may grow at
+that is missing here costs a wrong refusal (a synonym) or is left to the score (an opposite), so lists may grow at
 any time.
 """
 

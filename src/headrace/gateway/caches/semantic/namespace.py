@@ -1,7 +1,7 @@
 """Holds one tenant's part of the semantic cache: its entries, their vectors, and what was learned about them.
 
 Owns the bounds (number, bytes, time to live, tags) and the choice of a candidate: nearest vectors, then guards, then
-the verifier. A namespace belongs to one tenant; nothing here takes two. Never waits: embeddings and
+the score. A namespace belongs to one tenant; nothing here takes two. Never waits: embeddings and
 disks are the caller's.
 """
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from headrace.config.cache_section import SemanticConfig, lifetime_s
 from headrace.gateway.caches.semantic.guards import refusal_reason
+from headrace.gateway.caches.semantic.pair_score import score
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
 from headrace.gateway.caches.semantic.semantic_key import SemanticKey
 from headrace.gateway.caches.semantic.thresholds import CELLS, Evidence, Thresholds
-from headrace.gateway.caches.semantic.verifier import score
 from headrace.gateway.vector_index import EXACT, GrowingVectors
 
 Floats = NDArray[np.float32]
@@ -77,7 +77,7 @@ class Namespace:
         best: CacheCandidate | None = None
         reason = ""
         for id, cosine in group.search(vector, nearest):
-            if cosine < floor:
+            if cosine < floor or (best is not None and best.entry.question == subject.question):
                 break
             entry = self._entries[id]
             if entry.expires <= now:
@@ -87,8 +87,8 @@ class Namespace:
                 reason = reason or refusal
                 continue
             candidate = CacheCandidate(entry, cosine, score(subject.question, entry.question, cosine))
-            if best is None or candidate.score > best.score:
-                best = candidate
+            if best is None or candidate.score > best.score or entry.question == subject.question:
+                best = candidate  # the same text needs no verifier
         return CandidateSearch(best, "" if best is not None else reason)
 
     def used(self, entry: SemanticEntry) -> None:

@@ -2,8 +2,8 @@
 
 Owns the namespaces, one for each tenant and never two at once, and the order of what happens to a request:
 
-    recall   key → vector → nearest entries, guards, verifier → reranker → thresholds ─┬▶ hit: the stored answer
-                                                                                       └▶ anything else: generate
+    recall   key → vector → nearest entries, guards, score → thresholds → verifier ─┬▶ hit: the stored answer
+                                                                                    └▶ anything else: generate
     settle   compare the fresh answer with the candidate's → thresholds learn; store a new entry
     check    the same for a share of hits, with a fresh answer made in the background
 
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from headrace.config import ConfigError, SemanticConfig
+from headrace.config.cache_section import ANSWERING_MODEL
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.cache_modes import CachePolicy
@@ -35,8 +36,8 @@ from headrace.gateway.caches.invalidation_log import InvalidationLog, Invalidati
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.bounded_work import BoundedWork
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, Embedder, ServedEmbedder
+from headrace.gateway.caches.semantic.hit_verifier import HitVerifier, Verification
 from headrace.gateway.caches.semantic.namespace import CacheCandidate, Namespace
-from headrace.gateway.caches.semantic.pair_scorer import PairScorer, ServedPairScorer
 from headrace.gateway.caches.semantic.semantic_entry import SemanticEntry, StoredAnswer
 from headrace.gateway.caches.semantic.semantic_key import SemanticKey, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore, StoredEntry
@@ -68,6 +69,7 @@ class SemanticLookup(msgspec.Struct):
     invalidations: int = 0  # before the lookup
     settled: bool = False
     is_trial: bool = False  # the tenant's mode serves nothing: every candidate is compared
+    verification: Verification | None = None
 
     @property
     def entry(self) -> SemanticEntry | None:
@@ -90,6 +92,10 @@ class SemanticComparison(msgspec.Struct, frozen=True):
     is_trial: bool
 
 
+def _is_reranker(fleet: Fleet, name: str) -> bool:
+    return name in fleet.served and fleet.served[name].ranking is not None
+
+
 class SemanticCache:
     """The semantic cache of all tenants. Used from one event loop only."""
 
@@ -101,7 +107,6 @@ class SemanticCache:
         store: SemanticStore | None = None,
         counted: Callable[[str, str], None] | None = None,  # table and name, for metrics
         encoder: ServedVariant | None = None,  # needed by `embedder_for` only
-        reranker: ServedVariant | None = None,  # of `scorer_for`
         clock: Callable[[], float] = time.time,  # wall clock of entries
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,10 +116,10 @@ class SemanticCache:
         self._store = store
         self._counted = counted
         self._encoder = encoder
-        self._reranker = reranker
         self._clock = clock
         self._embedding = BoundedEmbedding(wait_s=config.wait_ms / 1e3, clock=monotonic)
-        self._scoring = BoundedWork(wait_s=config.wait_ms / 1e3, clock=monotonic)
+        self._monotonic = monotonic
+        self._verifying: dict[str, BoundedWork] = {}  # by variant: a broken one does not stop the others
         self.modes = CachePolicy(mode=config.mode, share=config.share, salt="semantic")
         self._invalidations = InvalidationLog()
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()
@@ -124,32 +129,37 @@ class SemanticCache:
     def from_config(cls, config: SemanticConfig, database: Database, fleet: Fleet) -> SemanticCache | None:
         """Build the cache even with mode "off", because a tenant's mode can change while the server runs.
 
-        None if no encoder is configured. ConfigError if the embedder is not a served encoder, or the reranker none.
+        None if no encoder is configured. ConfigError if the embedder is not a served encoder, or the verifier can
+        verify nothing.
         """
         if not config.embedder:
             return None
         encoder = fleet.served.get(config.embedder)
         if encoder is None or encoder.kind != "encoder":
             raise ConfigError(f"cache.semantic.embedder: expected a served encoder, found '{config.embedder}'")
-        reranker = fleet.served.get(config.reranker) if config.reranker else None
-        if config.reranker and (reranker is None or reranker.ranking is None):
-            raise ConfigError(f"cache.semantic.reranker: expected a served reranker, found '{config.reranker}'")
+        if config.verify not in ("", ANSWERING_MODEL):
+            verifier = fleet.served.get(config.verify)
+            if verifier is None or verifier.kind not in ("reranker", "decoder"):
+                raise ConfigError(
+                    f"cache.semantic.verify: expected 'model', or a served reranker or chat model, "
+                    f"found '{config.verify}'"
+                )
+        if config.verify and config.serve == "prime" and not _is_reranker(fleet, config.verify):
+            raise ConfigError(
+                "cache.semantic.verify: with serve = 'prime' the model answers itself, so only a reranker may verify; "
+                f"found '{config.verify}'"
+            )
         return cls(
             config,
             store=SemanticStore(database),
             counted=lambda table, name: metrics.of(metrics.semantic, table, name).inc(),
             encoder=encoder,
-            reranker=reranker,
         )
 
     def embedder_for(self, caller: Caller, surface: str) -> ServedEmbedder:
         """Return an embedder that runs as the caller's work on the surface."""
         assert self._encoder is not None
         return ServedEmbedder(self._encoder, caller, surface=surface)
-
-    def scorer_for(self, caller: Caller, surface: str) -> PairScorer | None:
-        """Return what compares the questions of a hit, as the caller's work; None if no reranker is configured."""
-        return None if self._reranker is None else ServedPairScorer(self._reranker, caller, surface=surface)
 
     async def recall(
         self,
@@ -159,10 +169,10 @@ class SemanticCache:
         *,
         variant: str,
         surface: str,
-        scorer: PairScorer | None = None,
+        verifier: HitVerifier | None = None,
     ) -> SemanticLookup:
         """Look for the answer to a tenant's request. ApiError for invalid tags."""
-        recall = await self._recall(tenant, text_request, embedder, variant, surface, scorer)
+        recall = await self._recall(tenant, text_request, embedder, variant, surface, verifier)
         self._count("outcomes", recall.outcome)
         if recall.outcome in ("refused", "none"):
             self._count("refusals", recall.reason)
@@ -175,7 +185,7 @@ class SemanticCache:
         embedder: Embedder,
         variant: str,
         surface: str,
-        scorer: PairScorer | None,
+        verifier: HitVerifier | None,
     ) -> SemanticLookup:
         config = self.config
         access = self.modes.access(tenant, requested=text_request.cache)
@@ -220,8 +230,8 @@ class SemanticCache:
         if search.best.score < self.tuning.least:
             recall.outcome = "below"
             return recall
-        if scorer is not None:
-            found = await self._reread(namespace, recall, search.best.entry, subject.question, scorer)
+        if verifier is not None and self._needs_verification(search.best, subject.question):
+            found = await self._verify(namespace, recall, search.best.entry, subject.question, verifier)
             if found is not None:
                 recall.outcome = found
                 return recall
@@ -239,20 +249,35 @@ class SemanticCache:
             namespace.used(search.best.entry)
         return recall
 
-    async def _reread(
-        self, namespace: Namespace, lookup: SemanticLookup, entry: SemanticEntry, question: str, scorer: PairScorer
+    async def _verify(
+        self, namespace: Namespace, lookup: SemanticLookup, entry: SemanticEntry, question: str, verifier: HitVerifier
     ) -> SemanticOutcome | None:
-        """Return why a candidate is no hit by the reranker's reading of both questions; None if it may be one."""
-        score = await self._scoring.result(lambda: scorer.score(entry.question, question))
+        """Return why a candidate is no hit by the verifier's reading of both questions; None if it may be one."""
+        config, name = self.config, verifier.variant
+        work = self._verifying.get(name)
+        if work is None:
+            work = self._verifying[name] = BoundedWork(wait_s=config.verify_wait_ms / 1e3, clock=self._monotonic)
+        began = time.monotonic()
+        score = await work.result(lambda: verifier.score(entry.question, question))
+        lookup.verification = Verification(
+            name, score, verifier.usage, began, time.monotonic(), is_charged=not lookup.is_trial
+        )
+        self._count("verifications", "failed" if score is None else "yes" if score >= config.verify_least else "no")
         if score is None:
+            lookup.reason = "verifier"
             return "unavailable"
-        if score < self.config.reranker_least:
-            lookup.reason = "reranker"
+        if score < config.verify_least:
+            lookup.reason = "verifier"
             return "refused"
         if self._namespaces.get(lookup.tenant) is not namespace or namespace.get(entry.id) is not entry:
             lookup.candidate = None  # it was invalidated or evicted meanwhile
             return "miss"
         return None
+
+    def _needs_verification(self, candidate: CacheCandidate, question: str) -> bool:
+        """False for the same text, and for a score that no verification makes a hit."""
+        fixed = self.config.threshold
+        return question != candidate.entry.question and (fixed is None or candidate.score >= fixed)
 
     def _decide(self, namespace: Namespace, candidate: CacheCandidate) -> ServeDecision:
         decision = namespace.thresholds.decide(candidate.entry.id, candidate.entry.evidence, candidate.score)
@@ -450,6 +475,6 @@ class SemanticCache:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _count(self, which: Literal["outcomes", "refusals", "comparisons"], name: str) -> None:
+    def _count(self, which: Literal["outcomes", "refusals", "verifications", "comparisons"], name: str) -> None:
         if self._counted is not None:
             self._counted(which, name)

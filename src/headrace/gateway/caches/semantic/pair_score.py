@@ -1,7 +1,7 @@
 """Scores a pair of questions that no guard refused, from cheap features.
 
-Owns the features and a small logistic model whose weights are in `verifier_weights`. `benchmarks/semantic_cache.py fit`
-fits them on the training pairs of the tests; the reported pairs are others.
+Owns the features and a small logistic model whose weights are in `pair_score_weights`. `benchmarks/semantic_cache.py
+fit` fits them on the training pairs of the tests; the reported pairs are others.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import combinations
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.gateway.caches.semantic.guarded_question import ParsedQuestion, parse_question
-from headrace.gateway.caches.semantic.verifier_weights import BIAS, WEIGHTS
+from headrace.gateway.caches.semantic.pair_score_weights import BIAS, WEIGHTS
 from headrace.gateway.caches.semantic.word_forms import OPPOSED
 
 FEATURES: Final = (
@@ -24,8 +25,6 @@ FEATURES: Final = (
     "cosine_top",  # the part above 0.85
     "overlap",  # content words: shared / all
     "containment",  # content words: shared / those of the shorter question
-    "unmatched",  # content words on only one side, summed over both
-    "both_unmatched",  # the same on the side with fewer of them
     "length",  # shorter / longer, in content words
     "order",  # share of the shared words in the same order
     "same_kind",
@@ -33,9 +32,17 @@ FEATURES: Final = (
     "exact_parts",  # shared numbers, dates, names and identifiers
     "loose_opposites",  # words with a known opposite on only one side
     "changed",  # shared letters if a content word differs: the rest is equal, so that word is the point
+    "frame",  # function words: shared / all
+    "equal_frame",  # the same if the content words are equal and in the same order
+    "differs",  # a content word is on only one side
+    "one_sided",  # only one side has such words, as with a restriction that the other lacks
+    "moved",  # pairs of shared content words in another order, of all such pairs
+    "any_moved",
+    "moved_only",  # any, and no content word differs
 )
-# The required sign of each weight.
-SIGNS: Final = np.array([1, 1, 1, 1, -1, -1, 1, 1, 1, -1, 1, -1, -1])
+# The required sign of each weight; 0: any. Pairs of the same frame differ in what they are about, so the shared words
+# of hand-made pairs may speak against; a cosine must never.
+SIGNS: Final = np.array([1, 1, *[0] * (len(FEATURES) - 2)])
 _TOP: Final = 0.85
 
 
@@ -57,23 +64,47 @@ def features(question: ParsedQuestion, candidate: ParsedQuestion, cosine: float)
     )
     kinds = (question.kind, candidate.kind)
     loose = sum(bool(OPPOSED.get(key)) for key in set(question.affirmed) ^ set(candidate.affirmed))
+    differs = bool(removed or added)
+    moved = _moved(question.content, candidate.content)
+    frame = _frame_overlap(question, candidate)
     return np.array(
         [
             cosine,
             max(0.0, cosine - _TOP) / (1.0 - _TOP),
             shared / total if total else 0.0,
             shared / sizes[0] if sizes[0] else 0.0,
-            min(removed + added, 8) / 8.0,
-            min(removed, added, 4) / 4.0,
             sizes[0] / sizes[1] if sizes[1] else 1.0,
             _order(question.content, candidate.content),
             float(kinds[0] == kinds[1]),
             float(bool(kinds[0] and kinds[1]) and kinds[0] != kinds[1]),
             min(exact, 3) / 3.0,
             min(loose, 4) / 4.0,
-            _letter_overlap(question.text, candidate.text) if removed or added else 0.0,
+            _letter_overlap(question.text, candidate.text) if differs else 0.0,
+            frame,
+            frame if not differs and not moved else 0.0,
+            float(differs),
+            float(bool(removed) != bool(added)),
+            moved,
+            float(moved > 0.0),
+            float(moved > 0.0 and not differs),
         ]
     )
+
+
+def _frame_overlap(question: ParsedQuestion, candidate: ParsedQuestion) -> float:
+    """Return the share of the function words that both questions have."""
+    one = Counter(word.text for word in question.words if word.small)
+    other = Counter(word.text for word in candidate.words if word.small)
+    total = sum((one | other).values())
+    return sum((one & other).values()) / total if total else 1.0
+
+
+def _moved(one: Sequence[str], other: Sequence[str]) -> float:
+    """Return the share of the pairs of shared words that come in another order."""
+    shared = [key for key in dict.fromkeys(one) if key in other]
+    places = [other.index(key) for key in shared]
+    pairs = len(places) * (len(places) - 1) // 2
+    return sum(first > second for first, second in combinations(places, 2)) / pairs if pairs else 0.0
 
 
 def _order(one: Sequence[str], other: Sequence[str]) -> float:
@@ -112,19 +143,45 @@ def sigmoid(value: float) -> float:
 
 
 def fit(
-    found: NDArray[np.float64], right: NDArray[np.float64], *, penalty: float = 1.0, rounds: int = 50
+    found: NDArray[np.float64],
+    right: NDArray[np.float64],
+    counts: NDArray[np.float64] | None = None,
+    *,
+    penalty: float = 1.0,
+    rounds: int = 50,
 ) -> tuple[NDArray[np.float64], float]:
-    """Fit the weights and bias of a logistic model by Newton's method; `penalty` is on the squares of the weights."""
+    """Fit the weights and bias of a logistic model by Newton's method.
+
+    `counts`: how much each row counts, by default 1. `penalty` is on the squares of the weights.
+    """
     rows = np.concatenate([found, np.ones((len(found), 1))], axis=1)
+    shares = np.ones(len(found)) if counts is None else counts
     weights = np.zeros(rows.shape[1])
     ridge = penalty * np.eye(rows.shape[1])
     ridge[-1, -1] = 1e-6
     for _ in range(rounds):
         expected = 1.0 / (1.0 + np.exp(-np.clip(rows @ weights, -60, 60)))
-        slope = rows.T @ (right - expected) - ridge @ weights
-        curve = (rows * (expected * (1 - expected))[:, None]).T @ rows + ridge
+        slope = rows.T @ (shares * (right - expected)) - ridge @ weights
+        curve = (rows * (shares * expected * (1 - expected))[:, None]).T @ rows + ridge
         step = np.linalg.solve(curve, slope)
         weights += step
         if float(np.abs(step).max()) < 1e-9:
             break
     return weights[:-1], float(weights[-1])
+
+
+def fit_signed(
+    found: NDArray[np.float64], right: NDArray[np.float64], counts: NDArray[np.float64], *, penalty: float
+) -> tuple[NDArray[np.float64], float]:
+    """Fit on features of equal spread, and leave out features whose weight has the wrong sign (`SIGNS`)."""
+    middle, spread = found.mean(axis=0), found.std(axis=0) + 1e-9
+    scaled = (found - middle) / spread
+    kept = np.ones(found.shape[1], dtype=bool)
+    while True:
+        some, bias = fit(scaled[:, kept], right, counts, penalty=penalty)
+        weights = np.zeros(found.shape[1])
+        weights[kept] = some / spread[kept]
+        against = weights * SIGNS < 0
+        if not against.any():
+            return weights, bias - float(weights @ middle)
+        kept &= ~against

@@ -1,4 +1,4 @@
-"""The verifier's score and its features."""
+"""The score of a pair and its features."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from headrace.gateway.caches.semantic.guarded_question import parse_question
-from headrace.gateway.caches.semantic.verifier import (
+from headrace.gateway.caches.semantic.pair_score import (
     FEATURES,
     SIGNS,
     features,
     fit,
     score,
 )
-from headrace.gateway.caches.semantic.verifier_weights import WEIGHTS
+from headrace.gateway.caches.semantic.pair_score_weights import WEIGHTS
 
 
 def test_a_score_grows_with_the_cosine_and_with_what_is_shared() -> None:
