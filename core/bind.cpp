@@ -271,8 +271,9 @@ MutableArray<float, 2> optional_states(const nb::object& states, int64_t rows, i
   return array;
 }
 
-// Numbers of a step's sequences, where they are given at all.
-Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string& name, int64_t sequences) {
+// Numbers of a step's sequences or rows, where they are given at all.
+Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string& name, int64_t count,
+                                   const std::string& what = "sequence") {
   Array<int32_t, 1> array;
   if (numbers.is_none()) return array;
   try {
@@ -281,7 +282,25 @@ Array<int32_t, 1> optional_numbers(const nb::object& numbers, const std::string&
     refuse(name + " must be an array of i32 or None");
   }
   check_natural(array, name.c_str());
-  if (static_cast<int64_t>(array.size()) != sequences) refuse(name + " must have one entry a sequence");
+  if (static_cast<int64_t>(array.size()) != count) refuse(name + " must have one entry a " + what);
+  return array;
+}
+
+// Ascending places below a bound, or none.
+Array<int32_t, 1> optional_places(const nb::object& places, int64_t bound) {
+  Array<int32_t, 1> array;
+  if (places.is_none()) return array;
+  try {
+    array = nb::cast<Array<int32_t, 1>>(places, false);
+  } catch (const nb::cast_error&) {
+    refuse("answered must be an array of i32 or None");
+  }
+  check_natural(array, "answered");
+  int64_t before = -1;
+  for (size_t i = 0; i < array.size(); ++i) {
+    if (array.data()[i] <= before || array.data()[i] >= bound) refuse("answered must be ascending places in wanted");
+    before = array.data()[i];
+  }
   return array;
 }
 
@@ -305,7 +324,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
           nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows,
-          nb::object spans, nb::object places, nb::object final_states) {
+          nb::object spans, nb::object places, nb::object final_states, nb::object state_trails, nb::object answered) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -334,11 +353,18 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   args.hidden = hidden;
   const ModelWeights& w = self.model->weights();
   const int64_t width = hidden ? w.hidden : w.vocab;
-  if (static_cast<int64_t>(out.shape(0)) != args.wanted_count || static_cast<int64_t>(out.shape(1)) != width) {
-    refuse("out must be [" + std::to_string(args.wanted_count) + ", " + std::to_string(width) + "]");
+  const auto answers = optional_places(answered, args.wanted_count);
+  const int64_t results = answered.is_none() ? args.wanted_count : static_cast<int64_t>(answers.size());
+  if (!answered.is_none()) {
+    if (final_states.is_none()) refuse("answered needs final_states");
+    args.answered = answers.data();
+    args.answered_count = results;
+  }
+  if (static_cast<int64_t>(out.shape(0)) != results || static_cast<int64_t>(out.shape(1)) != width) {
+    refuse("out must be [" + std::to_string(results) + ", " + std::to_string(width) + "]");
   }
   const int64_t blocks = round_up(w.vocab, kPeakBlock) / kPeakBlock;
-  const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, args.wanted_count, blocks);
+  const auto peaks_array = optional_peaks<MutableArray<float, 2>>(peaks, results, blocks);
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
   if (!final_states.is_none() && hidden) refuse("hidden states have no final states beside them");
@@ -353,6 +379,8 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     args.states = &nb::cast<States&>(states);
     args.state_slots = states_of.data();
   }
+  const auto trails = optional_numbers(state_trails, "state_trails", args.rows, "row");
+  if (!state_trails.is_none()) args.state_trails = trails.data();
   const std::vector<const Adapter*> adapter_list = adapters_of(std::move(adapters));
   const auto slot_array = optional_numbers(slots, "slots", args.sequences);
   if (!slots.is_none()) {
@@ -618,7 +646,7 @@ NB_MODULE(_core, module) {
            "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "adapters"_a = nb::list(),
            "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
            "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none(),
-           "final_states"_a = nb::none());
+           "final_states"_a = nb::none(), "state_trails"_a = nb::none(), "answered"_a = nb::none());
   bind_adapters(module);
 
   nb::class_<BoundSampler>(module, "Sampler")

@@ -462,18 +462,28 @@ void Model::results(const StepArgs& args) {
     keep_states(args, args.out);
     return;
   }
+  int64_t count = args.wanted_count;
   if (args.final_states != nullptr) {
-    prepare(args.wanted_count, w_.final_norm, kNone);
+    prepare(count, w_.final_norm, kNone);
     keep_states(args, args.final_states);
-    fit_rows(args.wanted_count, normed_.data(), hidden_pad_, w_.hidden, w_.head);
+    if (args.answered != nullptr) {
+      count = args.answered_count;
+      for (int64_t i = 0; i < count; ++i) {
+        if (args.answered[i] == i) continue;
+        std::memcpy(normed_.data() + i * hidden_pad_, normed_.data() + args.answered[i] * hidden_pad_,
+                    static_cast<size_t>(hidden_pad_) * sizeof(float));
+      }
+      if (count == 0) return;
+    }
+    fit_rows(count, normed_.data(), hidden_pad_, w_.hidden, w_.head);
   } else {
     prepare(args.wanted_count, w_.final_norm, w_.head);
   }
-  multiply(w_.head, normed_.data(), hidden_pad_, args.wanted_count, args.out, w_.vocab, nullptr,
+  multiply(w_.head, normed_.data(), hidden_pad_, count, args.out, w_.vocab, nullptr,
            w_.logit_softcap > 0.0f ? nullptr : args.peaks);
   if (w_.logit_softcap <= 0.0f) return;
   const int64_t blocks = round_up(w_.vocab, kPeakBlock) / kPeakBlock;
-  pool_.run(args.wanted_count, 1, [&](int64_t begin, int64_t end, int) {
+  pool_.run(count, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       kernels_.softcap(args.out + i * w_.vocab, w_.vocab, w_.logit_softcap);
       if (args.peaks != nullptr) kernels_.peaks(args.out + i * w_.vocab, w_.vocab, args.peaks + i * blocks);

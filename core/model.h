@@ -198,6 +198,7 @@ struct StepArgs {
   const int32_t* rope_variants;           // [sequences]
   States* states = nullptr;               // of a model with recurrent layers
   const int32_t* state_slots = nullptr;   // [sequences], each another
+  const int32_t* state_trails = nullptr;  // [rows] another slot for the state after a row, -1: none; null: none has one
   const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
   const float* features = nullptr;        // [feature_count][hidden], what some rows begin with instead of an embedding
   const int32_t* feature_rows = nullptr;  // [rows] which of them, -1: the token's embedding; null: that in all rows
@@ -206,13 +207,16 @@ struct StepArgs {
   const int32_t* places = nullptr;  // [rows][3] what ropes turn by instead of the position; null: that in all rows
   int64_t wanted_count;
   const int32_t* wanted;  // [wanted_count], ascending rows
-  float* out;             // [wanted_count][vocab], or [wanted_count][hidden]
+  float* out;             // [wanted_count][vocab], or [wanted_count][hidden]; with `answered` [answered_count][vocab]
   bool hidden;
   const Adapter* const* adapters = nullptr;  // those that sequences have, by slot
   int64_t adapter_count = 0;
   const int32_t* slots = nullptr;  // [sequences], -1: none; null: none has
-  float* peaks = nullptr;  // [wanted_count][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
+  float* peaks = nullptr;         // [rows of out][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
   float* final_states = nullptr;  // [wanted_count][hidden]: what the logits are computed from, where it is wanted too
+  // Beside final states: ascending places in `wanted` whose logits are computed; null: all.
+  const int32_t* answered = nullptr;
+  int64_t answered_count = 0;
 };
 
 // Where the time of steps goes. A reading of the clock ends one stage and begins the next.

@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "adapters.h"
 #include "model.h"
@@ -134,7 +135,37 @@ void Model::check_states(const StepArgs& args) const {
       if (args.state_slots[other] == slot) refuse("two sequences have state slot " + std::to_string(slot));
     }
   }
+  if (args.state_trails == nullptr) return;
+  std::vector<int32_t> used(args.state_slots, args.state_slots + args.sequences);
+  for (int64_t r = 0; r < args.rows; ++r) {
+    const int32_t slot = args.state_trails[r];
+    if (slot < -1 || slot >= args.states->slots()) refuse("state slot " + std::to_string(slot) + " does not exist");
+    if (slot >= 0) used.push_back(slot);
+  }
+  std::sort(used.begin(), used.end());
+  const auto twice = std::adjacent_find(used.begin(), used.end());
+  if (twice != used.end()) refuse("state slot " + std::to_string(*twice) + " is used twice");
 }
+
+namespace {
+
+// Calls with the parts of a sequence's rows after which its state is kept in another slot too: first row, rows, slot or
+// -1. Rows are counted from the sequence's first.
+template <typename Act>
+void each_part(const StepArgs& args, int64_t sequence, const Act& act) {
+  const int64_t begin = args.offsets[sequence];
+  const int64_t rows = args.offsets[sequence + 1] - begin;
+  int64_t first = 0;
+  for (int64_t r = 0; args.state_trails != nullptr && r + 1 < rows; ++r) {
+    const int32_t slot = args.state_trails[begin + r];
+    if (slot < 0) continue;
+    act(first, r + 1 - first, slot);
+    first = r + 1;
+  }
+  act(first, rows - first, args.state_trails == nullptr ? -1 : args.state_trails[begin + rows - 1]);
+}
+
+}  // namespace
 
 // Sets of each row and head by how much the state decays, and how much of the new is taken.
 void Model::measure_steps(const Layer& layer, int64_t rows) {
@@ -255,7 +286,8 @@ void Model::recur_rows(const StepArgs& args, const Layer& layer) {
   constexpr int64_t kChannels = 128;  // of one item
   const int64_t parts = (channels + kChannels - 1) / kChannels;
   const bool gated = shape.kind == RecurrentKind::kShortConv;
-  auto state_of = [&](int64_t s) { return args.states->slot(args.state_slots[s]) + layer.state * shape.floats(); };
+  auto state_in = [&](int64_t slot) { return args.states->slot(slot) + layer.state * shape.floats(); };
+  auto state_of = [&](int64_t s) { return state_in(args.state_slots[s]); };
   pool_.run(args.sequences * parts, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t s = item / parts;
@@ -263,8 +295,8 @@ void Model::recur_rows(const StepArgs& args, const Layer& layer) {
       const int64_t last = std::min(channels, first + kChannels);
       float* rows = mixed_.data() + args.offsets[s] * mixed_pad_;
       float* state = state_of(s) + first;
+      const int64_t width = round_up(last - first, kStateLanes);
       if (args.computed[s] == 0) {
-        const int64_t width = round_up(last - first, kStateLanes);
         for (int64_t k = 0; k < shape.taps - 1; ++k) std::fill(state + k * stride, state + k * stride + width, 0.0f);
       }
       ConvolutionArgs call;
@@ -274,14 +306,24 @@ void Model::recur_rows(const StepArgs& args, const Layer& layer) {
       call.stride = mixed_pad_;
       call.out = gated ? recurred_.data() + args.offsets[s] * recurred_pad_ + first : rows + shape.conv_begin() + first;
       call.out_stride = gated ? recurred_pad_ : mixed_pad_;
-      call.rows = args.offsets[s + 1] - args.offsets[s];
       call.channels = last - first;
       call.taps = shape.taps;
       call.weights = weights.taps.data() + first;
       call.weights_stride = stride;
       call.bias = weights.conv_bias.data() + first;
       call.state = state;
-      kernels_.convolve(call);
+      each_part(args, s, [&](int64_t from, int64_t count, int32_t slot) {
+        ConvolutionArgs part = call;
+        part.values += from * call.stride;
+        if (gated) part.before += from * call.stride;
+        if (gated) part.after += from * call.stride;
+        part.out += from * call.out_stride;
+        part.rows = count;
+        kernels_.convolve(part);
+        if (slot < 0) return;
+        float* kept = state_in(slot) + first;
+        for (int64_t k = 0; k < shape.taps - 1; ++k) std::copy_n(state + k * stride, width, kept + k * stride);
+      });
     }
   });
   if (gated) return;
@@ -309,12 +351,23 @@ void Model::recur_rows(const StepArgs& args, const Layer& layer) {
       call.skip = scans ? weights.skip[static_cast<size_t>(h)] : 0.0f;
       call.out = recurred_.data() + first * recurred_pad_ + h * shape.head_size;
       call.out_stride = recurred_pad_;
-      call.rows = args.offsets[s + 1] - first;
       call.head_size = shape.head_size;
       call.state_size = shape.state_size;
-      call.state = state_of(s) + shape.conv_floats() + h * shape.head_floats();
+      const int64_t at = shape.conv_floats() + h * shape.head_floats();
+      call.state = state_of(s) + at;
       if (args.computed[s] == 0) std::fill(call.state, call.state + shape.head_floats(), 0.0f);
-      (scans ? kernels_.scan : kernels_.delta)(call);
+      each_part(args, s, [&](int64_t from, int64_t count, int32_t slot) {
+        RecurrenceArgs part = call;
+        part.queries += from * call.stride;
+        part.keys += from * call.stride;
+        part.values += from * call.stride;
+        part.decays += from * call.steps_stride;
+        part.steps += from * call.steps_stride;
+        part.out += from * call.out_stride;
+        part.rows = count;
+        (scans ? kernels_.scan : kernels_.delta)(part);
+        if (slot >= 0) std::copy_n(call.state, shape.head_floats(), state_in(slot) + at);
+      });
     }
   });
   gate_rows(layer, args.rows);

@@ -157,6 +157,8 @@ class Model:
         spans: NDArray[np.int32] | None = None,  # [rows, 2] first token and end of what layers with spans see beside
         places: NDArray[np.int32] | None = None,  # [rows, 3] numbers that ropes turn by instead of positions
         final_states: NDArray[np.float32] | None = None,  # out, [wanted, hidden] what the logits are computed from
+        state_trails: NDArray[np.int32] | None = None,  # [rows] another slot for the state after a row, -1: none
+        answered: NDArray[np.int32] | None = None,  # places in `wanted` that `out` has logits of; None: all
     ) -> None: ...
 
 class Adapter:

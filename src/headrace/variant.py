@@ -34,7 +34,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     queued_sequences: int = 4096  # waiting
     batch_mode: str = "gaps"  # "gaps": batch work fills what others leave; "throughput": the most tokens/s of batches
     prefix_cache: bool = True
-    # "ngram", "none", "model": with draft_model, "heads": with draft_heads, or "self": with skip_layers
+    # "ngram", "none", "model": with draft_model, "heads": with draft_heads, "self": with skip_layers, or "mtp": with
+    # the prediction module of the model's own checkpoint
     speculation: str = "ngram"
     draft_model: str | None = None
     draft_heads: str | None = None  # a folder of Medusa heads or of an EAGLE layer

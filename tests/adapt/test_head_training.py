@@ -14,7 +14,8 @@ from headrace.adapt.head_examples import HeadExample, HeadModel, batches, choose
 from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
 from headrace.adapt.head_recipe import HeadRecipe
 from headrace.adapt.head_training import HeadTraining
-from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.joined_layer import eagle_layer
+from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.state_recorder import StateRecorder
 from headrace.errors import RequestError
@@ -50,7 +51,7 @@ def test_an_eagle_layer_drafts_what_it_was_trained_to(recorded: Any) -> None:
         for value in network.trained.values():  # far from the identity that it begins with
             value += 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
     example = max(examples, key=lambda each: len(each.tokens))
-    drafter = EagleDrafter(llm.opened.executor, network.layer(None), parse_precision("f32"))
+    drafter = LayerDrafter(eagle_layer(llm.opened.executor, network.layer(None), parse_precision("f32")))
     checked = 0
     engine = llm.opened.engine
     speculator = Speculator(drafter)

@@ -13,8 +13,11 @@ from tests.core.tiny import ISAS, SPECS, Floats, Tiny, same_bits, text
 LENGTH = 21
 
 
-def step(tiny: Tiny, *, states: Floats | None = None, hidden: bool = False) -> Floats:
-    out = np.full((LENGTH, tiny.spec.hidden_size if hidden else tiny.spec.vocab_size), np.nan, dtype=np.float32)
+def step(
+    tiny: Tiny, *, states: Floats | None = None, hidden: bool = False, answered: list[int] | None = None
+) -> Floats:
+    rows = LENGTH if answered is None else len(answered)
+    out = np.full((rows, tiny.spec.hidden_size if hidden else tiny.spec.vocab_size), np.nan, dtype=np.float32)
     tiny.model.step(
         tiny.kv,
         np.array(text(LENGTH, tiny.spec), dtype=np.int32),
@@ -26,6 +29,7 @@ def step(tiny: Tiny, *, states: Floats | None = None, hidden: bool = False) -> F
         out,
         hidden,
         final_states=states,
+        answered=None if answered is None else np.array(answered, dtype=np.int32),
     )
     return out
 
@@ -38,6 +42,24 @@ def test_they_are_the_hidden_states_and_the_logits_stay_the_same_bits(name: str,
     states = np.full((LENGTH, tiny.spec.hidden_size), np.nan, dtype=np.float32)
     assert same_bits(step(tiny, states=states), step(tiny))
     assert same_bits(states, step(tiny, hidden=True))
+
+
+@pytest.mark.parametrize("answered", [[], [4], [0, 1, 7, LENGTH - 1], list(range(LENGTH))])
+def test_logits_of_some_rows_are_those_of_all(answered: list[int]) -> None:
+    tiny = Tiny(SPECS["soft_caps"], "int8")
+    states = np.full((LENGTH, tiny.spec.hidden_size), np.nan, dtype=np.float32)
+    assert same_bits(step(tiny, states=states, answered=answered), step(tiny)[answered])
+    assert same_bits(states, step(tiny, hidden=True))
+
+
+@pytest.mark.parametrize("answered", [[-1], [LENGTH], [3, 3], [4, 2]])
+def test_rows_that_cannot_be_answered_are_refused(answered: list[int]) -> None:
+    tiny = Tiny(SPECS["plain"])
+    states = np.zeros((LENGTH, tiny.spec.hidden_size), np.float32)
+    with pytest.raises(ValueError, match="answered must be ascending places in wanted"):
+        step(tiny, states=states, answered=answered)
+    with pytest.raises(ValueError, match="answered needs final_states"):
+        step(tiny, answered=[1])
 
 
 @pytest.mark.parametrize("width", [3, 64])

@@ -117,6 +117,28 @@ def test_a_slot_begins_anew_with_its_sequence_and_can_be_copied(name: str) -> No
     assert model.step((0, tokens[16:])).tobytes() == whole[16:].tobytes()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_after_a_row_is_kept_in_another_slot_too(name: str) -> None:
+    tokens = text(12)
+    model = Recurrent(MODELS[name], threads=2)
+    whole = model.step((0, tokens))
+    for count, kept in ((5, 0), (5, 4), (9, 2)):
+        # Rows of another sequence lie before, and only one row of two leaves its state.
+        model.computed[0] = model.computed[1] = 0
+        trails = np.full(3 + count, -1, dtype=np.int32)
+        trails[3 + kept] = 2
+        trails[1] = 3
+        found = model.step((1, text(3)), (0, tokens[:count]), state_trails=trails)
+        assert found[3:].tobytes() == whole[:count].tobytes()
+        model.states.copy(2, 0)
+        model.computed[0] = kept + 1
+        assert model.step((0, tokens[kept + 1 :])).tobytes() == whole[kept + 1 :].tobytes()
+        model.computed[1] = 2
+        model.states.copy(3, 1)
+        rest = model.step((1, text(3)[2:]))
+        assert rest.tobytes() == found[2:3].tobytes()
+
+
 @pytest.mark.parametrize("format", ["f32", "bf16", "int4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_instruction_sets_give_the_same_bits(name: str, format: WeightFormat) -> None:
@@ -138,6 +160,11 @@ def test_states_that_do_not_fit_are_refused() -> None:
         ({"state_slots": np.array([-1], dtype=np.int32)}, "slot -1 does not exist"),
         ({"state_slots": np.array([0, 1], dtype=np.int32)}, "one entry a sequence"),
         ({"state_slots": slots.astype(np.int64)}, "array of i32"),
+        ({"state_trails": np.array([1, -1], dtype=np.int32)}, "one entry a row"),
+        ({"state_trails": np.array([1, -1, 4], dtype=np.int32)}, "slot 4 does not exist"),
+        ({"state_trails": np.array([1, -1, -2], dtype=np.int32)}, "slot -2 does not exist"),
+        ({"state_trails": np.array([1, -1, 1], dtype=np.int32)}, "slot 1 is used twice"),
+        ({"state_trails": np.array([0, -1, -1], dtype=np.int32)}, "slot 0 is used twice"),
     ):
         with pytest.raises(ValueError, match=message):
             model.step((0, text(3)), **changes)

@@ -11,6 +11,8 @@ from headrace.engine.engine import Engine
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process.open_engine import open_variant
+from headrace.engine.speculation.drafters import ReplayDrafter
+from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
 from headrace.variant import Variant
 from tests.models.tiny_models import build, prompt
@@ -96,23 +98,69 @@ def test_several_answers_to_one_prompt(folder: Folder) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("kv_memory_bytes", 1 << 20), ("saved_prefixes", "prefixes"), ("draft_model", "draft"), ("speculation", "self")],
+    [("kv_memory_bytes", 1 << 20), ("saved_prefixes", "prefixes"), ("speculation", "self")],
 )
 def test_options_that_need_more_than_kv_are_refused(option: str, value: object, folder: Folder) -> None:
-    others = {"draft_model": {"speculation": "model"}, "speculation": {"draft_weights": "int4"}}
-    more = others.get(option, {})
+    more = {"draft_weights": "int4"} if option == "speculation" else {}
     with pytest.raises(RequestError, match="recurrent layers") as caught:
         engine_of(folder("lfm2"), **{option: value, **more})
     assert caught.value.parameter == option
 
 
-def test_a_recurrent_model_takes_no_draft_heads(folder: Folder) -> None:
-    with pytest.raises(RequestError, match="takes no draft heads"):
-        engine_of(folder("lfm2"), speculation="heads", draft_heads="heads")
+def drafting(engine: Engine, outputs: dict[tuple[str, int], list[int]], acceptance: float) -> Speculator:
+    """Let the engine draft what it is known to answer, each token right with a probability, whatever that costs."""
+    by_request: dict[str, list[list[int]]] = {}
+    for (name, _), tokens in sorted(outputs.items()):
+        by_request.setdefault(name, []).append(tokens)
+    speculator = Speculator(ReplayDrafter(by_request, acceptance), DraftLength(prior=0.99, memory=0.99))
+    engine.draft_with(speculator)
+    engine._step_time.predict = lambda rows, pairs: 1.0  # pyright: ignore[reportPrivateUsage]
+    return speculator
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3-next"])
+def test_rejected_drafts_change_no_token(name: str, folder: Folder) -> None:
+    requests = [request(str(length), prompt(length), count=45) for length in (5, 17, 20)]
+    alone = engine_of(folder(name), prefix_cache=False)
+    expected = {key: found for each in requests for key, found in run(alone, each)[0].items()}
+    for reuse, tokens in ((True, 512), (False, 96)):
+        engine = engine_of(folder(name), prefix_cache=reuse, kv_tokens=tokens, context=96, max_rows=48)
+        speculator = drafting(engine, expected, 0.7)
+        assert run(engine, *requests)[0] == expected
+        assert 0.1 * speculator.drafted < speculator.held < 0.9 * speculator.drafted
+        assert speculator.drafted > 60
+        assert (engine.scheduler.stats().preempted > 0) == (tokens == 96)
+
+
+def test_states_are_kept_for_reuse_beside_drafts(folder: Folder) -> None:
+    fresh = engine_of(folder("qwen3-next"), prefix_cache=False)
+    tokens = prompt(40)
+    expected, _ = run(fresh, request("a", tokens, count=60))
+    engine = engine_of(folder("qwen3-next"))
+    drafting(engine, expected, 0.8)
+    assert run(engine, request("a", tokens, count=60))[0] == expected
+    longer = [*tokens, *expected["a", 0], *prompt(20)]
+    found, cached = run(engine, request("b", longer))
+    assert cached["b"] >= 80
+    assert found == run(fresh, request("b", longer))[0]
+
+
+def test_drafts_take_at_most_half_of_the_kept_states(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.executors.cpu_executor._STATE_BYTES", 1)  # the least: 8 states
+    requests = [request(str(length), prompt(length)) for length in (5, 17, 60)]
+    alone = engine_of(folder("mamba2"), prefix_cache=False)
+    expected = {key: found for each in requests for key, found in run(alone, each)[0].items()}
+    engine = engine_of(folder("mamba2"))
+    states = engine.blocks.states
+    assert states is not None
+    assert (states.running, states.kept, states.most_lent) == (4, 4, 2)
+    speculator = drafting(engine, expected, 1.0)
+    assert run(engine, *requests)[0] == expected
+    assert speculator.drafted
+    assert states.lent == 0
 
 
 def test_a_recurrent_model_drafts_for_none(folder: Folder) -> None:
-    assert engine_of(folder("lfm2"), speculation="ngram").speculator is None
     with pytest.raises(RequestError, match="cannot be a draft model") as caught:
         engine_of(Path("mini"), speculation="model", draft_model=str(folder("lfm2")))
     assert caught.value.parameter == "draft_model"

@@ -214,6 +214,5 @@ def test_layers_that_predict_further_tokens_are_named_and_not_used(
     folder = open_model(tmp_path)
     assert folder.spec == plain.spec
     assert prediction_tensors(folder) == sorted(extra)
-    assert describe_choice(folder, choose_plan(folder)) == (
-        "2 tensors of layers that predict further tokens are not used"
-    )
+    expected = "2 tensors of layers that predict further tokens are not used"
+    assert describe_choice(folder, choose_plan(folder)).startswith(expected)

@@ -68,6 +68,7 @@ variants.deep = {{ context = 1000000 }}
 variants.kept = {{ keep = ["nothing.*=f32"] }}
 variants.drafted = {{ speculation = "model", draft_model = "./no-draft" }}
 variants.headed = {{ speculation = "heads", draft_heads = "./no-heads" }}
+variants.own = {{ speculation = "mtp" }}
 [models.gone]
 path = "/no/such/folder"
 variants.int8 = {{ weights = "int8" }}
@@ -82,6 +83,7 @@ upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
         "models.tiny.variants.kept.keep",
         "models.tiny.variants.drafted.draft_model",
         "models.tiny.variants.headed.draft_heads",
+        "models.tiny.variants.own.speculation",
         "models.gone.path",
         "models.unnamed",
         "models.broken.path",

@@ -20,6 +20,7 @@ from headrace.config.toml_text import toml_value
 from headrace.errors import RequestError
 from headrace.llm import LLM
 from headrace.models.model_folder import find_model, open_model
+from headrace.models.prediction_module import has_prediction_module
 from headrace.models.weight_cache import cache_folder
 
 _COLUMNS = 100
@@ -57,7 +58,8 @@ def speculate(
     Usage: headrace speculate mini --prompts questions.jsonl
 
     It leaves out layers, and tries lower precisions, and counts how often the result chooses the model's own tokens.
-    The best two are then measured beside n-gram drafts and no drafts, in turns. Drafts never change an answer.
+    The best two are then measured beside n-gram drafts, no drafts and the checkpoint's own prediction module, in
+    turns. Drafts never change an answer.
 
     Parameters
     ----------
@@ -112,6 +114,8 @@ def speculate(
         )
         ways = [Measured("none", {"speculation": "none"}), Measured("n-grams", {"speculation": "ngram"})]
         ways += [Measured(_name(draft), draft.options) for draft in found[:2] if draft.speedup > 1.0]
+        if has_prediction_module(folder):
+            ways.append(Measured("its prediction module", {"speculation": "mtp"}))
         ways += [
             Measured(f"heads, {each.name}", {"speculation": "heads", "draft_heads": str(each)}) for each in heads or ()
         ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import msgspec
 
 from headrace.engine.executors.adapter_table import AdapterTable
-from headrace.engine.executors.batch_builder import BatchBuilder
+from headrace.engine.executors.batch_builder import BatchBuilder, kept_rows
 from headrace.engine.executors.executor import Executor, SampleBatch, StepTicket
 from headrace.engine.interface.image_rows import check_images
 from headrace.engine.interface.output_text import OutputText
@@ -35,8 +35,8 @@ from headrace.engine.scheduling.step_plan import AdmissionDecision, SequenceEven
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.sequence_progress import SequenceProgress
 from headrace.engine.speculation.draft_model import DraftModelDrafter
-from headrace.engine.speculation.eagle import EagleDrafter
 from headrace.engine.speculation.head_drafter import Floats, HeadDrafter
+from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.step_work import StepWork
@@ -152,10 +152,11 @@ class Engine:
         """Draft with this from the next step on. No request may run."""
         self.speculator = speculator
         drafter = None if speculator is None else speculator.drafter
-        if isinstance(drafter, (DraftModelDrafter, EagleDrafter)):
+        if isinstance(drafter, (DraftModelDrafter, LayerDrafter)):
             drafter.constrain = self._mask_after
         self._heads = drafter if isinstance(drafter, HeadDrafter) else None
         self._builder.keeps_states = self._heads is not None
+        self._builder.keeps_prompts = self._heads is not None and self._heads.reads_prompts
 
     # Requests
 
@@ -482,32 +483,44 @@ class Engine:
 
     def _outcomes(self, step: _Step, tokens: list[int], rows: SampleBatch, states: Floats | None) -> list[ShareOutcome]:
         outcomes: list[ShareOutcome] = []
-        at = 0
+        at = state_at = 0
         speculator = self.speculator
+        keeps_prompts = self._builder.keeps_prompts
         for place, share in enumerate(step.plan.shares):
             progress = step.running[place]
             progress.steps += 1
+            state_rows = kept_rows(share) if keeps_prompts else share.wanted
+            state_at += state_rows
             if not share.wanted:
                 outcomes.append(ShareOutcome())
+                if states is not None and state_rows:
+                    self._hand_over(share, states[state_at - state_rows : state_at], 0)
                 continue
             before = progress.accepted
             outcome = progress.outcome(share, tokens, at, rows, step.mask_counts.get(place))
             outcomes.append(outcome)
             at += share.wanted
             if states is not None and outcome.accepted and outcome.finish is None:
-                self._hand_over(share, states[:at], 1 + progress.accepted - before)
+                self._hand_over(share, states[state_at - state_rows : state_at], 1 + progress.accepted - before)
             if speculator is not None and share.sequence.drafted and share.wanted > 1:
                 speculator.observe(share.sequence, share.wanted - 1, progress.accepted - before)
         return outcomes
 
     def _hand_over(self, share: Share, states: Floats, verified: int) -> None:
-        """Give the drafter the hidden states of the tokens whose results were accepted. `states` end with the
-        share's."""
+        """Give the drafter the hidden states of the tokens that are right: those of the prompt, and those whose results
+        were accepted. `states` are the last of the share's; without results, all of them are right."""
         sequence = share.sequence
-        if self._heads is not None and sequence.request.speculate:
-            newest = len(sequence.tokens) - 1  # the token before the accepted ones
-            start = len(states) - (sequence.computed + share.count - newest)
-            self._heads.read_states(sequence, newest, states[start : start + verified])
+        if self._heads is None or not sequence.request.speculate:
+            return
+        end = sequence.computed + share.count
+        first = end - len(states)
+        if not verified:
+            self._heads.read_states(sequence, first, states)
+            return
+        newest = len(sequence.tokens) - 1  # the token before the accepted ones
+        first = first if self._heads.reads_prompts else newest
+        start = len(states) - (end - first)
+        self._heads.read_states(sequence, first, states[start : start + newest - first + verified])
 
     def _pooled(self, step: _Step, values: Any) -> list[ShareOutcome]:
         outcomes: list[ShareOutcome] = []

@@ -196,6 +196,9 @@ TECHNIQUES: Final = (
     _lossless("n-gram drafts", "engine", "drafts are verified; the output is that without them", "options.speculation"),
     _lossless("draft model", "engine", "the same, with a small model's drafts", 'options.speculation = "model"'),
     _lossless("draft heads", "engine", "the same, with Medusa's or EAGLE's drafts", 'options.speculation = "heads"'),
+    _lossless(
+        "prediction module", "engine", "the same, with the checkpoint's own module", 'options.speculation = "mtp"'
+    ),
     _lossless("packed weights", "engine", "weights in the kernels' layout, kept on disk", "options.cache"),
     _lossless("constrained decoding", "engine", "only tokens of the grammar that the caller sent", "response_format"),
     _lossless("exact cache", "caches", "the response of an identical request", "cache.exact.mode"),

@@ -49,13 +49,16 @@ class ModelFolder:
         weights: Weights,
         sources: TensorSources,
         tokenizer_files: Callable[[], TokenizerFiles],
+        *,
+        shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
+        """`shapes` are those of the tensors; None: of all that the spec has."""
         self.path = path
         self.spec = spec
         self._tokenizer_files = tokenizer_files
         self.weights = weights
         self.sources = sources
-        self.shapes = tensor_shapes(spec)
+        self.shapes = tensor_shapes(spec) if shapes is None else shapes
         self.prompts = read_prompts(path)
 
     @cached_property

@@ -28,6 +28,7 @@ from headrace.models.precision import (
     parse_plan,
     stored_format,
 )
+from headrace.models.prediction_module import has_prediction_module
 from headrace.models.spec import is_product
 
 _RICHER: Final = Precision("int8", 32, rotated=True)
@@ -59,10 +60,15 @@ def choose_plan(
     return msgspec.structs.replace(plan, stored=found)
 
 
-def describe_choice(folder: ModelFolder, plan: WeightPlan) -> str:
-    """Return what most weights became and why, and which are left out; empty if nothing was chosen."""
-    count = len(prediction_tensors(folder))
+def describe_choice(folder: ModelFolder, plan: WeightPlan, *, drafts: bool = False) -> str:
+    """Return what most weights became and why, and which are left out; empty if nothing was chosen.
+
+    `drafts` says that the model drafts with its own prediction module.
+    """
+    count = 0 if drafts else len(prediction_tensors(folder))
     unused = f"{count} tensors of layers that predict further tokens are not used" if count else ""
+    if count and has_prediction_module(folder):
+        unused += ' (speculation = "mtp" drafts with them)'
     return "; ".join(filter(None, (_describe_precision(folder, plan), unused)))
 
 

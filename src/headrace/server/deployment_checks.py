@@ -104,6 +104,9 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
     except RequestError as error:
         yield f"{where}.{error.parameter}" if error.parameter else where, str(error)
         return
+    except ModelError as error:  # a wrong prediction module: the model itself is open
+        yield f"{where}.speculation", str(error)
+        return
     if variant.draft_heads is not None:
         try:
             open_draft_heads(Path(variant.draft_heads).expanduser(), folder.spec)
@@ -112,11 +115,12 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
     # What is free now says little: the server that this configuration replaces may be running.
     if installed and need.total > installed:
         place = where if variant.kv_tokens is None else f"{where}.kv_tokens"
-        images = f", besides {gib(need.images)} of the image part" if need.images else ""
+        others = ((need.images, "the image part"), (need.drafts, "the prediction module"))
+        besides = "".join(f", besides {gib(size)} of {name}" for size, name in others if size)
         yield (
             place,
             f"expected at most {gib(installed)}, the memory of this machine; found {gib(need.total)}: "
-            f"{gib(need.weights)} of weights and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{images}",
+            f"{gib(need.weights)} of weights and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{besides}",
         )
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.interface.request import GenerationRequest, open_sequence
-from headrace.engine.speculation.eagle import EagleDrafter
 from headrace.engine.speculation.head_drafter import HeadDrafter
+from headrace.engine.speculation.joined_layer import eagle_layer
+from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.state_recorder import StateRecorder
 from headrace.llm import LLM
@@ -89,7 +90,7 @@ def test_answers_are_the_same_bytes_with_heads(tiny_folder: Path, folders: dict[
             for one, other in zip(found, expected, strict=True):
                 assert [each.tokens for each in one.completions] == [each.tokens for each in other.completions]
             assert sum(each.usage.drafted for one in found for each in one.completions) > 0
-        if isinstance(drafter, EagleDrafter):
+        if isinstance(drafter, LayerDrafter):
             assert drafter.free_blocks == drafted.opened.executor.capacity.blocks
 
 
@@ -119,7 +120,7 @@ def test_a_request_after_a_cancelled_one_has_its_own_drafts(
         answer = one(engine, GenerationRequest(id="next", prompt=tuple(PROMPTS[0]), max_tokens=6))
         assert len(answer.tokens) == 6
         assert seen == {"next"}
-        if isinstance(drafter, EagleDrafter):
+        if isinstance(drafter, LayerDrafter):
             assert drafter.free_blocks == llm.opened.executor.capacity.blocks
 
 
@@ -160,13 +161,13 @@ def test_states_that_wait_for_a_draft_are_bounded(tiny_folder: Path, folders: di
         assert isinstance(executor, CpuExecutor)
         assert isinstance(layer, EagleLayer)
         states = np.random.default_rng(3).normal(size=(42, executor.spec.hidden_size)).astype(np.float32)
-        drafter, late = (EagleDrafter(executor, layer, parse_precision("f32")) for _ in range(2))
+        drafter, late = (LayerDrafter(eagle_layer(executor, layer, parse_precision("f32"))) for _ in range(2))
         sequence = open_sequence(GenerationRequest(id="r", prompt=(5, 9, 30), max_tokens=60), 0, 0)
         dropped: list[Any] = []
         drop = drafter._drop  # pyright: ignore[reportPrivateUsage]
         drafter._drop = lambda past: (dropped.append(past), drop(past))[1]  # pyright: ignore[reportPrivateUsage]
 
-        def verify(place: int, *drafters: EagleDrafter) -> None:
+        def verify(place: int, *drafters: LayerDrafter) -> None:
             for each in drafters:
                 each.read_states(sequence, len(sequence.tokens) - 1, states[place : place + 1])
             sequence.append([7 + place])

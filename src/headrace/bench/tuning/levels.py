@@ -26,6 +26,7 @@ class TuningInputs(msgspec.Struct, frozen=True, kw_only=True):
     gate: bool  # prompts to gate with are given
     users: int  # requests at once
     draft: str | None = None  # a drafter with the same tokenizer
+    has_module: bool = False  # the checkpoint has a prediction module of its own
     smaller: str | None = None  # a model that may take the place of this one
 
 
@@ -167,6 +168,11 @@ def _drafts(inputs: TuningInputs) -> tuple[Choice, ...]:
                 f"{inputs.draft}, {most}", {"speculation": "model", "draft_model": inputs.draft, "most_drafts": most}
             )
             for most in (2, 4)
+        ]
+    if inputs.has_module:
+        choices += [
+            Choice(f"mtp, {most}", {"speculation": "mtp", "draft_model": None, "most_drafts": most})
+            for most in (1, 2, 4)
         ]
     return tuple(choices)
 

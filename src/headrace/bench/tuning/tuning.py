@@ -35,6 +35,7 @@ from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
 from headrace.models.model_folder import find_model, open_model
 from headrace.models.precision import parse_plan
+from headrace.models.prediction_module import has_prediction_module
 from headrace.models.step_work import decode_bytes
 
 Origin = Literal["defaults", "naive"]
@@ -98,6 +99,7 @@ def tune(
         gate=bool(prompts),
         users=traffic.at_once,
         draft=options.draft,
+        has_module=has_prediction_module(folder),
         smaller=options.smaller,
     )
     start = naive_setting(inputs) if options.origin == "naive" else default_setting(inputs)

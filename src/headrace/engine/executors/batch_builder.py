@@ -59,6 +59,7 @@ class BatchBuilder:
         self._peaks = np.empty((0, peaks_of(vocab_size)), dtype=np.float32)
         self._states = np.empty((0, hidden_size), dtype=np.float32)
         self.keeps_states = False  # whether steps with logits return the hidden states that these are computed from
+        self.keeps_prompts = False  # whether they return those of all rows, for requests that may be drafted for
 
     def row(self) -> BlockRow:
         """Return the block row of a new sequence."""
@@ -73,6 +74,9 @@ class BatchBuilder:
         tokens: list[int] = []
         offsets = [0]
         wanted: list[int] = []
+        answered: list[int] | None = None
+        if self.keeps_states and self.keeps_prompts and not plan.hidden:
+            wanted, answered = all_rows(shares)
         end = 0
         for share in shares:
             sequence = share.sequence
@@ -83,13 +87,16 @@ class BatchBuilder:
                 tokens.append(sequence.tokens[sequence.computed])
             else:
                 tokens += share_tokens(sequence, number)
+            if answered is not None:
+                continue
             if share.wanted == 1:
                 wanted.append(end - 1)
             elif share.wanted:
                 wanted += range(end - share.wanted, end)
         self._place(shares, rows)
-        if not plan.hidden and len(wanted) > len(self._logits):
-            self._make_logits(len(wanted))
+        results = len(wanted if answered is None else answered)
+        if not plan.hidden and results > len(self._logits):
+            self._make_logits(results)
         if (plan.hidden or self.keeps_states) and len(wanted) > len(self._states):
             self._make_states(len(wanted))
         self._tokens[:end] = tokens
@@ -98,9 +105,10 @@ class BatchBuilder:
         seconds = None
         if plan.hidden and any(share.sequence.request.second_text >= 0 for share in shares):
             seconds = np.array([share.sequence.request.second_text for share in shares], dtype=np.int32)
-        slots = None
+        slots = trails = None
         if self._has_states:
             slots = np.array([share.sequence.state_slot for share in shares], dtype=np.int32)
+            trails = state_trails(shares, end)
         features, feature_rows = image_features(shares, end, self._states.shape[1])
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
@@ -114,12 +122,14 @@ class BatchBuilder:
             wanted=self._wanted[: len(wanted)],
             hidden=plan.hidden,
             copies=plan.copies,
-            out=(self._states if plan.hidden else self._logits)[: len(wanted)],
-            peaks=None if plan.hidden else self._peaks[: len(wanted)],
+            out=(self._states if plan.hidden else self._logits)[:results],
+            peaks=None if plan.hidden else self._peaks[:results],
             final_states=self._states[: len(wanted)] if self.keeps_states and not plan.hidden else None,
+            answered=None if answered is None else np.array(answered, dtype=np.int32),
             second_texts=seconds,
             state_slots=slots,
             state_copies=plan.state_copies,
+            state_trails=trails,
             features=features,
             feature_rows=feature_rows,
             spans=image_spans(shares, end) if self._spans else None,
@@ -173,6 +183,38 @@ def adapter_slots(refs: Sequence[AdapterRef | None]) -> tuple[list[AdapterRef], 
             adapters.append(ref)
         slots[place] = places[ref.digest]
     return adapters, slots
+
+
+def all_rows(shares: Sequence[Share]) -> tuple[list[int], list[int]]:
+    """Return the rows whose hidden states a drafter reads or whose results are wanted, and the places of the latter."""
+    rows: list[int] = []
+    answered: list[int] = []
+    end = 0
+    for share in shares:
+        end += share.count
+        rows += range(end - kept_rows(share), end)
+        answered += range(len(rows) - share.wanted, len(rows))
+    return rows, answered
+
+
+def kept_rows(share: Share) -> int:
+    """Return how many of a share's last rows have hidden states for a drafter that reads prompts too."""
+    return share.count if share.sequence.request.speculate else share.wanted
+
+
+def state_trails(shares: Sequence[Share], rows: int) -> NDArray[np.int32] | None:
+    """Return for each row before a draft where the recurrent state after it goes, so that the draft can be rejected."""
+    trails: NDArray[np.int32] | None = None
+    end = 0
+    for share in shares:
+        end += share.count
+        sequence = share.sequence
+        drafts = share.count - (len(sequence.tokens) - sequence.computed)
+        if drafts > 0:
+            if trails is None:
+                trails = np.full(rows, -1, dtype=np.int32)
+            trails[end - 1 - drafts : end - 1] = sequence.state_trail[:drafts]
+    return trails
 
 
 def share_tokens(sequence: SequenceState, count: int) -> list[int]:

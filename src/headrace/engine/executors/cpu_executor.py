@@ -22,6 +22,7 @@ from headrace.engine.executors.default_sizes import default_context, usable_core
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
 from headrace.engine.executors.memory import MemoryNeed, check_memory
+from headrace.engine.executors.own_module import OwnModule, own_module
 from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
 from headrace.engine.executors.shared_products import SharedProducts
@@ -30,8 +31,9 @@ from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
-from headrace.models.packing import LoadedTensors, load_tensors, packed_size
+from headrace.models.packing import CoreTensor, LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
+from headrace.models.prediction_module import JOIN_NAMES
 from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
 from headrace.models.spec import ModelSpec, RecurrentSpec, is_product
 from headrace.models.step_work import StepWork, step_work
@@ -44,6 +46,7 @@ _STATE_BYTES: Final = 1 << 30  # of all recurrent states, as far as ...
 _LEAST_STATES: Final = 8  # ... so many fit; they are half of running sequences, half of prefixes
 _MOST_STATES: Final = 256
 DEFAULT_ADAPTER_BYTES: Final = 1 << 30
+_ENDS: Final = ("embed", "head")  # tensors of a model's ends, which its prediction module shares
 _SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
 _MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
 
@@ -64,21 +67,28 @@ def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     Reads no weights."""
     plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
     context = default_context(folder.spec) if variant.context is None else variant.context
-    need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens)
+    own = own_module(folder, variant)
+    need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens, own)
     return msgspec.structs.replace(need, images=tower_bytes(folder.path))
 
 
-def _memory_need(folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int, kv_tokens: int | None) -> MemoryNeed:
+def _memory_need(
+    folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int, kv_tokens: int | None, own: OwnModule | None
+) -> MemoryNeed:
     spec = folder.spec
     blocks_each = -(-context // _core.BLOCK)
     blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
     block_bytes = _core.Kv.block_bytes(spec.kv_layers, spec.kv_heads, spec.head_size, kv)
+    drafts = 0
+    if own is not None:
+        drafts = own.weight_bytes + blocks * _core.Kv.block_bytes(1, spec.kv_heads, spec.head_size, kv)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
         kv_token=block_bytes // _core.BLOCK,
         kv_tokens=blocks * _core.BLOCK,
         states=4 * spec.state_floats * state_slots(spec),
+        drafts=drafts,
     )
 
 
@@ -190,10 +200,11 @@ class CpuExecutor:
         arithmetic: str | None = None,
         cache: Path | None = None,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
+        own: OwnModule | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
-        sequences)."""
+        sequences). There must be memory for `own` too, which `predicting` loads."""
         started = time.perf_counter()
         spec = folder.spec
         plan = choose_plan(folder, weights, group=group, keep=keep)
@@ -205,7 +216,7 @@ class CpuExecutor:
         if not spec.causal:
             max_rows = max(max_rows, length)  # such a sequence is computed in one piece
         max_rows = max(max_rows, spec.image_span)  # and so is an image whose tokens see each other
-        need = _memory_need(folder, plan, kv_type, length, kv_tokens)
+        need = _memory_need(folder, plan, kv_type, length, kv_tokens, own)
         blocks, blocks_each = need.kv_tokens // _core.BLOCK, -(-length // _core.BLOCK)
 
         def weights_at(precision: str) -> int:
@@ -256,6 +267,15 @@ class CpuExecutor:
             tensors = load_tensors(folder, plan, self._pool, cache=cache)
         shorter = LoadedTensors(shorter_tensors(self.spec, tensors.tensors, skipped), tensors.bytes, tensors.mapped)
         return self.beside(shorter_spec(self.spec, skipped), shorter, plan=plan)
+
+    def predicting(self, own: OwnModule, *, cache: Path | None = None) -> tuple[CpuExecutor, dict[str, CoreTensor]]:
+        """Return an executor of the model's own prediction module, and the tensors before its layer, by JOIN_NAMES. It
+        shares the embedding, the head and the threads, as `drafting` does."""
+        loaded = load_tensors(own.folder, own.plan, self._pool, cache=cache)
+        shared = {name: tensor for name, tensor in self._tensors.tensors.items() if name.split(".")[0] in _ENDS}
+        joins = {name: loaded.tensors.pop(name) for name in JOIN_NAMES}
+        tensors = LoadedTensors({**shared, **loaded.tensors}, loaded.bytes, loaded.mapped)
+        return self.beside(own.folder.spec, tensors, plan=own.plan), joins
 
     def beside(self, spec: ModelSpec, tensors: LoadedTensors, *, plan: WeightPlan | None = None) -> CpuExecutor:
         """Return an executor of other tensors, with its own KV memory for as many tokens. It shares the threads: only
@@ -370,7 +390,8 @@ class CpuExecutor:
         if values is None:
             # Fresh pages cost more than a small step, so callers that step in a loop pass their own array.
             width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
-            values = np.empty((len(batch.wanted), width), dtype=np.float32)
+            count = len(batch.wanted if batch.answered is None else batch.answered)
+            values = np.empty((count, width), dtype=np.float32)
         self._model.step(
             self._kv,
             batch.tokens,
@@ -392,6 +413,8 @@ class CpuExecutor:
             batch.spans,
             batch.places,
             batch.final_states,
+            batch.state_trails,
+            batch.answered,
         )
         return StepResult(values, batch.peaks, batch.final_states)
 

@@ -43,8 +43,10 @@ class StepBatch(msgspec.Struct, frozen=True):
     out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
     final_states: NDArray[np.float32] | None = None  # array for the hidden states beside the logits, [wanted, hidden]
+    answered: Int32s | None = None  # places in `wanted` that the result has logits of, beside final states; None: all
     state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
     state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
+    state_trails: Int32s | None = None  # [rows] another slot for the state after a row, -1: none
     adapters: Sequence[AdapterRef] = ()  # of the sequences
     slots: Int32s | None = None  # [sequences] index of each one's adapter, -1: it has none
     second_texts: Int32s | None = None  # [sequences] where the second text of a pair starts, -1: there is none
@@ -55,7 +57,7 @@ class StepBatch(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    values: NDArray[np.float32]  # [wanted, vocab], or [wanted, hidden]
+    values: NDArray[np.float32]  # [wanted or answered, vocab], or [wanted, hidden]
     peaks: NDArray[np.float32] | None = None  # peaks of the logits, if the batch had an array for them
     final_states: NDArray[np.float32] | None = None  # what the logits are computed from, if it had one for them
 

@@ -35,6 +35,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     kv_tokens: int
     states: int = 0  # recurrent states
     images: int = 0  # weights of the image part, where images are read
+    drafts: int = 0  # weights and KV memory of the model's own prediction module, where it drafts
 
     @property
     def kv(self) -> int:
@@ -42,7 +43,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states + self.images
+        return self.weights + self.kv + self.states + self.images + self.drafts
 
 
 def check_memory(
@@ -58,10 +59,12 @@ def check_memory(
         return
     offers = list(_offers(need, weights_at, available, sequence=sequence, sequences=sequences))
     advice = f"Use {' or '.join(offers)}." if offers else "Use a smaller model or a machine with more memory."
-    states = f", besides {gib(need.states)} of recurrent states" if need.states else ""
+    others = ((need.states, "recurrent states"), (need.drafts, "its prediction module"))
+    besides = " and ".join(f"{gib(size)} of {name}" for size, name in others if size)
+    besides = besides and f", besides {besides}"
     raise InsufficientMemoryError(
         f"The model '{model}' needs {gib(need.total)} of memory: {gib(need.weights)} of weights at {need.precision} "
-        f"and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{states}. Only {gib(available)} is available. "
+        f"and {gib(need.kv)} of KV cache for {need.kv_tokens:,} tokens{besides}. Only {gib(available)} is available. "
         f"{advice}"
     )
 
@@ -69,25 +72,22 @@ def check_memory(
 def _offers(
     need: MemoryNeed, weights_at: Callable[[str], int], available: int, *, sequence: int, sequences: int | None
 ) -> Iterator[str]:
+    fixed = need.states + need.drafts
     smaller = [(each, at) for each in OFFERED if (at := weights_at(each)) < need.weights]
     for precision, weights in smaller:
-        if weights + need.kv + need.states <= available:
-            yield f"weights {precision} ({gib(weights + need.kv + need.states)} in all)"
+        if weights + need.kv + fixed <= available:
+            yield f"weights {precision} ({gib(weights + need.kv + fixed)} in all)"
             break
 
     def shorter(weights: int) -> str | None:
-        room = (available - weights - need.states) // need.kv_token if need.kv_token else 0
+        room = (available - weights - fixed) // need.kv_token if need.kv_token else 0
         if sequences is None:
             return f"kv_tokens of at most {room}" if room >= sequence else None
         return f"a context of at most {room // sequences} tokens" if room >= sequences * _SHORTEST else None
 
     if (advice := shorter(need.weights)) is not None:
         yield advice
-    elif (
-        smaller
-        and smaller[-1][1] + need.kv + need.states > available
-        and (advice := shorter(smaller[-1][1])) is not None
-    ):
+    elif smaller and smaller[-1][1] + need.kv + fixed > available and (advice := shorter(smaller[-1][1])) is not None:
         yield f"weights {smaller[-1][0]} with {advice}"
 
 

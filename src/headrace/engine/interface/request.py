@@ -113,6 +113,7 @@ class SequenceState(msgspec.Struct, eq=False):
     reported: int = 0  # prompt positions whose results were delivered; a preempted sequence does not repeat them
     blocks: list[int] = []
     state_slot: int = -1  # of its recurrent state, while it runs on a model that has one
+    state_trail: list[int] = []  # slots for its states before each draft
     rope_variant: int = 0
     seen: dict[int, int] = {}  # token -> count in the output; only with penalties
     drafted: list[int] = []  # draft tokens, to be verified by the next step

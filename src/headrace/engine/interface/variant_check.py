@@ -10,7 +10,7 @@ from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
 MOST_ROWS: Final = 65_536  # of a step, as the core allows
-SPECULATION: Final = ("none", "ngram", "model", "self", "heads")
+SPECULATION: Final = ("none", "ngram", "model", "self", "heads", "mtp")
 
 BATCH_MODES: Final = ("gaps", "throughput")
 

@@ -55,6 +55,7 @@ class BlockTable(msgspec.Struct, eq=False):
     source: Block | None  # the block that its first own block is copied from
     tokens: int  # that it was last grown to
     state_slot: int = -1  # of its recurrent state, if the model has one
+    trail: list[int] = []  # slots for its states before each draft of a step
     rolling: Block | None = None  # whose snapshot the sequence's next one replaces
 
 
@@ -330,6 +331,7 @@ class BlockManager:
         self._tables.remove(table)
         if self.states is not None:
             self.states.give_back(table.state_slot)
+            self.states.take_back(table.trail)
         blocks, idle, path = self._blocks, self._idle, table.path
         for index in reversed(table.blocks[len(path) :]):
             self._drop(blocks[index])
@@ -378,9 +380,25 @@ class BlockManager:
 
     # Recurrent states
 
-    def keep_state(self, table: BlockTable, tokens: Sequence[int], computed: int, *, rolling: bool = False) -> None:
-        """Keep the sequence's state after its computed tokens, if they end a block. Call it before the next step.
-        `rolling`: it replaces the last state that was kept so for this sequence."""
+    def extend_trail(self, table: BlockTable, drafts: int) -> int:
+        """Hold slots for the states before so many drafts. Return for how many there are."""
+        if self.states is None:
+            return drafts
+        while len(table.trail) < drafts and (slot := self.states.lend()) is not None:
+            table.trail.append(slot)
+            self._tree.stamp += 1  # a snapshot may have gone for it
+        return min(drafts, len(table.trail))
+
+    def rewind_state(self, table: BlockTable, held: int) -> None:
+        """Let the sequence go on from its state after `held` of the drafts: those after it were rejected."""
+        table.state_slot, table.trail[held] = table.trail[held], table.state_slot
+
+    def keep_state(
+        self, table: BlockTable, tokens: Sequence[int], computed: int, *, rolling: bool = False, slot: int | None = None
+    ) -> None:
+        """Keep the sequence's state after its first `computed` tokens, if they end a block. Call it before the next
+        step. `rolling`: it replaces the last state that was kept so for this sequence. `slot` has the state if the
+        sequence's own is past it."""
         states = self.states
         if states is None or not self._reuse or not computed or computed % self.block_tokens:
             return
@@ -390,7 +408,8 @@ class BlockManager:
         block = table.path[-1]
         if rolling and table.rolling is not None:
             states.forget(table.rolling)
-        table.rolling = block if states.keep(table.state_slot, block) and rolling else None
+        is_new = states.keep(table.state_slot if slot is None else slot, block)
+        table.rolling = block if is_new and rolling else None
         self._tree.stamp += 1  # what can be reused has changed
 
     # Publishing
@@ -579,5 +598,7 @@ class BlockManager:
         must(all(self._blocks[index].parent is None for index in free), "a free block is in the tree")
         must(all(self._blocks[index].parent is not None for index in idle), "an idle block is not in the tree")
         if self.states is not None:
-            self.states.check([table.state_slot for table in self._tables])
+            self.states.check(
+                [table.state_slot for table in self._tables], [slot for table in self._tables for slot in table.trail]
+            )
         self._tree.check(self._blocks, {block: place for place, block in enumerate(self._idle)})

@@ -15,6 +15,7 @@ import msgspec
 from headrace.engine.engine import Engine
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.executor import Capacity
+from headrace.engine.executors.own_module import OwnModule, own_module
 from headrace.engine.interface.variant_check import check_variant
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.kv_cipher import KvCipher
@@ -30,7 +31,8 @@ from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
-from headrace.engine.speculation.eagle import EagleDrafter
+from headrace.engine.speculation.joined_layer import eagle_layer, prediction_layer
+from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.medusa import MedusaDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
@@ -80,7 +82,8 @@ def open_variant(
     if folder.spec.state_floats:
         _check_recurrent(variant)
     clock.end("folder")
-    executor = _load(folder, variant, progress)
+    own = own_module(folder, variant)
+    executor = _load(folder, variant, own, progress)
     clock.end("weights and KV memory")
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
@@ -94,7 +97,10 @@ def open_variant(
     digest_key = b"" if identity is None else msgspec.msgpack.encode(identity)
     if cipher is not None:
         digest_key += cipher.naming_key
-    states = _state_pool(variant, capacity, reuse=reuse) if capacity.states else None
+    speculator = _speculator(variant, folder, executor, own) if spec.kind == "decoder" else None
+    states = None
+    if capacity.states:
+        states = _state_pool(variant.max_sequences, capacity, reuse=reuse, drafts=speculator is not None)
     blocks = BlockManager(capacity.blocks, capacity.block_tokens, reuse=reuse, digest_key=digest_key, states=states)
     for prefix in variant.public_prefixes:
         blocks.declare_public(prefix)
@@ -118,7 +124,7 @@ def open_variant(
         scheduler,
         blocks,
         tokenizer,
-        speculator=_speculator(variant, folder, executor) if spec.kind == "decoder" and states is None else None,
+        speculator=speculator,
         tiers=_tiers(variant, blocks, executor, identity, cipher) if reuse else None,
         adapters=executor.adapters,
         step_time=step_time,
@@ -133,44 +139,38 @@ def open_variant(
 
 def _check_recurrent(variant: Variant) -> None:
     """Raise RequestError for options that a model with recurrent layers cannot serve."""
-    if variant.speculation == "heads":
-        raise RequestError(
-            f"'{variant.model}' takes no draft heads: it has recurrent layers, whose state cannot be taken back after "
-            "a rejected draft. Remove 'speculation' and 'draft_heads'.",
-            parameter="speculation",
-        )
     if variant.speculation == "self":
         raise RequestError(
-            f"'{variant.model}' cannot draft for itself: it has recurrent layers, whose state cannot be taken back "
-            "after a rejected draft. Remove 'speculation'.",
+            f"'{variant.model}' cannot draft for itself: it has recurrent layers, and a drafter keeps KV alone. Remove "
+            "'speculation'.",
             parameter="speculation",
         )
     for name, value in (
-        ("draft_model", variant.draft_model),
         ("kv_memory_bytes", variant.kv_memory_bytes),
         ("kv_disk_bytes", variant.kv_disk_bytes),
         ("saved_prefixes", variant.saved_prefixes),
     ):
         if value:
-            why = "its state cannot be taken back to before a draft" if name == "draft_model" else "KV is not all of it"
             raise RequestError(
-                f"'{name}' is not available for '{variant.model}': the model has recurrent layers, and {why}. Remove "
-                "the option.",
+                f"'{name}' is not available for '{variant.model}': the model has recurrent layers, and KV is a part of "
+                "their state. Remove the option.",
                 parameter=name,
             )
 
 
-def _state_pool(variant: Variant, capacity: Capacity, *, reuse: bool) -> StatePool:
-    """Share the slots of recurrent states between running sequences and prefixes to reuse."""
-    running = min(variant.max_sequences, max(1, capacity.states // 2 if reuse else capacity.states))
-    if running < variant.max_sequences:
-        log.info("recurrent states leave room for %d running sequences, not %d", running, variant.max_sequences)
-    if variant.speculation != "none":
-        log.info("the model has recurrent layers, so it runs without draft tokens")
-    return StatePool(running, capacity.states - running if reuse else 0)
+def _state_pool(most: int, capacity: Capacity, *, reuse: bool, drafts: bool) -> StatePool:
+    """Share the slots of recurrent states between at most `most` running sequences, prefixes to reuse, and drafts that
+    may be rejected."""
+    running = min(most, max(1, capacity.states // 2 if reuse or drafts else capacity.states))
+    if running < most:
+        log.info("recurrent states leave room for %d running sequences, not %d", running, most)
+    kept = capacity.states - running if reuse or drafts else 0
+    return StatePool(running, kept, (kept // 2 if reuse else kept) if drafts else 0)
 
 
-def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | None) -> CpuExecutor:
+def _load(
+    folder: ModelFolder, variant: Variant, own: OwnModule | None, progress: ProgressCallback | None
+) -> CpuExecutor:
     return CpuExecutor.load(
         folder,
         weights=variant.weights,
@@ -185,6 +185,7 @@ def _load(folder: ModelFolder, variant: Variant, progress: ProgressCallback | No
         arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
         adapter_bytes=variant.adapter_memory_bytes,
+        own=own,
         progress=progress,
     )
 
@@ -196,19 +197,23 @@ def _step_rows(spec: ModelSpec, variant: Variant) -> int:
     return max(variant.max_rows, spec.image_span + variant.max_sequences)
 
 
-def _speculator(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -> Speculator | None:
+def _speculator(
+    variant: Variant, folder: ModelFolder, executor: CpuExecutor, own: OwnModule | None
+) -> Speculator | None:
     lengths = DraftLength(most=variant.most_drafts)
     if variant.speculation == "ngram":
         return Speculator(NgramDrafter(), lengths)
     cache = cache_folder() if variant.cache else None
+    if own is not None:
+        return Speculator(LayerDrafter(prediction_layer(executor, own, cache=cache)), lengths)
     if variant.speculation == "self":
-        own = executor.drafting(folder, variant.skip_layers, weights=variant.draft_weights, cache=cache)
-        return Speculator(DraftModelDrafter(own, vocab_size=executor.spec.vocab_size), lengths)
+        shorter = executor.drafting(folder, variant.skip_layers, weights=variant.draft_weights, cache=cache)
+        return Speculator(DraftModelDrafter(shorter, vocab_size=executor.spec.vocab_size), lengths)
     if variant.speculation == "heads" and variant.draft_heads is not None:
         heads = open_draft_heads(Path(variant.draft_heads).expanduser(), executor.spec)
         precision = parse_precision(variant.draft_weights or _HEADS_WEIGHTS, parameter="draft_weights")
         if isinstance(heads, EagleLayer):
-            return Speculator(EagleDrafter(executor, heads, precision), lengths)
+            return Speculator(LayerDrafter(eagle_layer(executor, heads, precision)), lengths)
         return Speculator(MedusaDrafter(executor, heads, precision), lengths)
     if variant.speculation == "none" or variant.draft_model is None:
         return None

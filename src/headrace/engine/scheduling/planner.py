@@ -135,17 +135,23 @@ class Planner:
         if job.top > before:
             self._wake(self._cold.advance(job, before), now)
 
-    def keep_state(self, job: SequenceJob, count: int) -> None:
+    def keep_state(self, job: SequenceJob, count: int, held: int) -> None:
         """Keep the recurrent state after a job's newest `count` tokens, where it is likely to be of use: at the last
-        whole block of a prompt, at intervals before, and at the newest block of an output."""
+        whole block of a prompt, at intervals before, and at the newest block of an output, which may end within the
+        `held` drafts that were accepted."""
         sequence = job.sequence
         assert job.table is not None
         decoding = job.state is JobState.DECODING
         computed = sequence.computed
         rest = len(sequence.tokens) - computed
         spaced = computed // _STATE_INTERVAL > (computed - count) // _STATE_INTERVAL
+        slot = None
+        beyond = computed % self.blocks.block_tokens
+        if decoding and 0 < beyond <= held:
+            computed -= beyond
+            slot = sequence.state_trail[held - beyond]
         if decoding or spaced or rest <= self.blocks.block_tokens:
-            self.blocks.keep_state(job.table, sequence.prefix_ids, computed, rolling=decoding)
+            self.blocks.keep_state(job.table, sequence.prefix_ids, computed, rolling=decoding, slot=slot)
 
     def decode(self, job: SequenceJob, siblings: list[SequenceJob], now: float) -> None:
         """Start decoding after the prompt. The request's other sequences continue from the same blocks."""
@@ -193,6 +199,8 @@ class Planner:
                 room = job.request.max_tokens - sequence.output_count - 1
                 if len(drafted) > room:
                     del drafted[room:]
+                if job.table is not None:
+                    del drafted[self.blocks.extend_trail(job.table, len(drafted)) :]
             needed = len(sequence.tokens) + len(drafted)
             if needed <= job.room or job.table is None:
                 continue

@@ -50,7 +50,7 @@ class RunningSet:
         job.match = None
         sequence = job.sequence
         sequence.blocks = table.blocks
-        sequence.state_slot = table.state_slot
+        sequence.state_slot, sequence.state_trail = table.state_slot, table.trail
         sequence.computed = table.cached_tokens
         job.room = len(table.blocks) * self.blocks.block_tokens
         self._run(job)
@@ -101,6 +101,12 @@ class RunningSet:
         job.room = len(job.table.blocks) * self.blocks.block_tokens
         return True
 
+    def rewind(self, job: SequenceJob, held: int) -> None:
+        """Take the job's recurrent state back to that after `held` of its drafts."""
+        assert job.table is not None
+        self.blocks.rewind_state(job.table, held)
+        job.sequence.state_slot = job.table.state_slot
+
     def stop(self, job: SequenceJob) -> None:
         """Release the job's memory and place. Computed blocks stay reusable until the memory is needed."""
         assert job.table is not None
@@ -111,7 +117,7 @@ class RunningSet:
         job.table = None
         job.room = 0
         sequence.blocks = []
-        sequence.state_slot = -1
+        sequence.state_slot, sequence.state_trail = -1, []
         sequence.drafted.clear()
 
     def _run(self, job: SequenceJob) -> None:

@@ -315,8 +315,9 @@ class Scheduler:
     def _settle(self, job: SequenceJob, count: int, outcome: ShareOutcome, now: float) -> SequenceEvent | None:
         sequence = job.sequence
         tokens, drafted = sequence.tokens, sequence.drafted
-        pending = len(tokens) - sequence.computed
-        computed = sequence.computed + count
+        before = sequence.computed
+        pending = len(tokens) - before
+        computed = before + count
         accepted = outcome.accepted
         if job.ends is not None and job.ends[0] is FinishReason.CANCELLED:
             sequence.computed = min(computed, len(tokens))
@@ -341,7 +342,10 @@ class Scheduler:
         # The newest token is not computed yet, even if it equals a draft.
         sequence.computed = min(computed, len(tokens) - bool(accepted))
         if self.blocks.states is not None:
-            self._planner.keep_state(job, count)
+            held = max(0, sequence.computed - before - pending)
+            if held < count - pending:
+                self.running.rewind(job, held)
+            self._planner.keep_state(job, count, held)
         if job.state is JobState.DECODING:
             if len(tokens) - sequence.computed > _FORCED:
                 self.running.prefill(job)

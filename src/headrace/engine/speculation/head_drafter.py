@@ -23,11 +23,12 @@ class HeadDrafter(ABC):
     """A drafter that reads the model's final hidden states. The engine calls `read_states` after each step."""
 
     free = False
+    reads_prompts = False  # whether it wants the hidden states of all tokens, not only of those with results
 
     @abstractmethod
     def read_states(self, sequence: SequenceState, first: int, states: Floats) -> None:
         """Take the hidden states of the tokens `first`, `first` + 1, ... that the step verified. The last one's result
-        is the sequence's newest token, unless a grammar forced more."""
+        is the sequence's newest token, unless a grammar forced more or it is a part of the prompt."""
 
     @abstractmethod
     def pass_seconds(self, sequences: int) -> float: ...

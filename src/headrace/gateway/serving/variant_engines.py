@@ -208,7 +208,7 @@ def _description(folder: ModelFolder, variant: Variant) -> ModelDescription:
         precision=plan.name if variant.weights in AUTOS else variant.weights,
         format=folder.weights.files[0].suffix.removeprefix("."),
         weight_bytes=folder.weights.total_bytes,
-        choice=describe_choice(folder, plan),
+        choice=describe_choice(folder, plan, drafts=variant.speculation == "mtp"),
     )
 
 

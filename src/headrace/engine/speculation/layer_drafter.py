@@ -1,27 +1,28 @@
-"""Drafts with an EAGLE layer: it reads a token's embedding and the hidden state before it, and predicts the token's own
-hidden state, from which the head gives the next token.
+"""Drafts with one layer (see `joined_layer.py`), which reads its own drafts.
 
-Owns the layer's executor and KV blocks. All sequences are drafted together, one token per pass. The layer's context
-begins with the newest token of the prompt: hidden states of the rest are not kept.
+Owns the layer's KV blocks. All sequences are drafted together, one token per pass. The context of an EAGLE layer begins
+with the newest token of the prompt. That of a prediction module is the whole text, but for a beginning whose KV the
+model found in its cache: its hidden states are not computed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from headrace.engine.executors.cpu_executor import CpuExecutor
-from headrace.engine.executors.executor import StepBatch
+from headrace.engine.executors.executor import StepBatch, StepResult
 from headrace.engine.interface.request import SequenceState
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 from headrace.engine.speculation.draft_model import Constrain
 from headrace.engine.speculation.drafters import DraftRequests, sample_rows
 from headrace.engine.speculation.head_drafter import DraftChoice, Floats, HeadDrafter
-from headrace.models.draft_heads import EagleLayer
-from headrace.models.precision import Precision
+from headrace.engine.speculation.joined_layer import JoinedLayer
+
+_FEW: Final = 32  # tokens of a prompt that may wait for the next draft
 
 
 class _Past(msgspec.Struct, eq=False):
@@ -44,18 +45,35 @@ class _Past(msgspec.Struct, eq=False):
         self.waiting.append(states)
         self.waits += len(states)
 
+    def joined(self) -> Floats:
+        """Return the waiting states, of which there is at least one."""
+        if len(self.waiting) > 1:
+            self.waiting = [np.concatenate(self.waiting)]
+        return self.waiting[0]
+
     def shorten(self, most: int) -> Floats:
         """Leave all but the newest `most` waiting states out of the layer's context, and return those."""
-        states = self.waiting[0] if len(self.waiting) == 1 else np.concatenate(self.waiting)
+        states = self.joined()
         self.first += max(0, len(states) - most)
-        states = states[-most:]
-        self.waiting, self.waits = [states], len(states)
-        return states
+        self._wait_for(states[-most:])
+        return states[-most:]
 
-    def advance(self) -> None:
-        """Take the waiting states as computed."""
-        self.computed += self.waits
-        self.waiting, self.waits = [], 0
+    def advance(self, count: int) -> None:
+        """Take the first waiting states as computed."""
+        self._wait_for(self.joined()[count:])
+        self.computed += count
+
+    def _wait_for(self, states: Floats) -> None:
+        self.waiting, self.waits = [states] if len(states) else [], len(states)
+
+
+class _Part(msgspec.Struct, eq=False):
+    """Rows of a sequence in a step: tokens, and the hidden states before them."""
+
+    past: _Past
+    start: int  # place of the first
+    tokens: list[int]
+    states: Floats
 
 
 class _Work(msgspec.Struct, eq=False):
@@ -67,19 +85,15 @@ class _Work(msgspec.Struct, eq=False):
     drafts: list[int] = []
 
 
-class EagleDrafter(HeadDrafter):
-    def __init__(self, executor: CpuExecutor, layer: EagleLayer, precision: Precision) -> None:
-        """`precision` is that of the layer, and of the head over the tokens that it chooses from."""
-        self._products = products = executor.products
-        every = np.arange(executor.spec.vocab_size, dtype=np.int32)
-        tensors = {**layer.tensors, "embed": products.head_rows(every if layer.tokens is None else layer.tokens)}
-        self._layer = executor.beside(layer.spec, products.pack_layers(layer.spec, tensors, precision))
-        self._join = products.pack(layer.join, precision)
-        self._join_bias = layer.join_bias
-        self._hidden = layer.spec.hidden_size
-        self._choice = DraftChoice(executor, layer.tokens)
+class LayerDrafter(HeadDrafter):
+    def __init__(self, joined: JoinedLayer) -> None:
+        self._joined = joined
+        self.reads_prompts = joined.reads_prompts
+        self._layer = joined.executor
+        self._hidden = joined.executor.spec.hidden_size
+        self._choice = DraftChoice(joined.target, joined.tokens)
         self.constrain: Constrain | None = None  # returns the grammar mask after a sequence's tokens and drafts
-        self._free = list(range(executor.capacity.blocks))
+        self._free = list(range(self._layer.capacity.blocks))
         self._pasts: OrderedDict[int, _Past] = OrderedDict()  # least recently drafted first
         self._asked: set[int] = set()  # sequences of the call under way
         self.step_time = StepTimeModel(fixed=0.2e-3, per_row=0.05e-3)
@@ -97,6 +111,8 @@ class EagleDrafter(HeadDrafter):
         past.add(states.copy())
         # While nothing is drafted, keep no more than a pass can read.
         most = self._layer.capacity.max_rows
+        while self.reads_prompts and past.waits > _FEW and self._absorb(past):
+            pass
         if past.waits > 2 * most:
             past.shorten(most)
 
@@ -158,42 +174,59 @@ class EagleDrafter(HeadDrafter):
             if room < 0:
                 break
             taken.append(work)
+        parts = [_Part(work.past, work.past.computed + work.ahead, work.tokens, work.states) for work in taken]
+        result = self._run(parts, is_last=True)
+        assert result.final_states is not None
+        for work, part in zip(taken, parts, strict=True):
+            if work.drafts:
+                work.ahead += len(part.tokens)
+            else:
+                work.past.advance(len(part.tokens))
+        self._choose(taken, result.values, result.final_states)
+        return [work for work in taken if work.tokens]
+
+    def _absorb(self, past: _Past) -> bool:
+        """Compute waiting states of tokens whose successor is known, as many as fit a pass. Return False if there are
+        none or memory is short."""
+        capacity = self._layer.capacity
+        tokens = past.sequence.tokens
+        first = past.first + past.computed + 1
+        count = min(past.waits, len(tokens) - first, capacity.max_rows)
+        total = past.computed + count
+        self._asked = {id(past.sequence)}
+        if count <= 0 or total > capacity.context or not self._grow(past, -(-total // capacity.block_tokens)):
+            return False
+        states = past.joined()[:count]
+        self._run([_Part(past, past.computed, tokens[first : first + count], states)], is_last=False)
+        past.advance(count)
+        return True
+
+    def _run(self, parts: list[_Part], *, is_last: bool) -> StepResult:
+        """Run one step of the layer. `is_last`: return the results of each sequence's last row; otherwise of none."""
         began = time.perf_counter()
-        counts = [len(work.tokens) for work in taken]
-        starts = [work.past.computed + work.ahead for work in taken]
+        counts = [len(part.tokens) for part in parts]
         ends = np.cumsum(counts, dtype=np.int32)
         rows = int(ends[-1])
-        tables = np.zeros((len(taken), max(len(work.past.blocks) for work in taken)), dtype=np.int32)
-        for place, work in enumerate(taken):
-            tables[place, : len(work.past.blocks)] = work.past.blocks
-        tokens = np.array([token for work in taken for token in work.tokens], dtype=np.int32)
-        inputs = np.concatenate(
-            [self._products.embeddings(tokens), np.concatenate([work.states for work in taken])], axis=1
-        )
-        features = self._products.multiply(self._join, inputs, self._hidden)
-        if self._join_bias is not None:
-            features += self._join_bias
+        tables = np.zeros((len(parts), max(len(part.past.blocks) for part in parts)), dtype=np.int32)
+        for place, part in enumerate(parts):
+            tables[place, : len(part.past.blocks)] = part.past.blocks
+        tokens = np.array([token for part in parts for token in part.tokens], dtype=np.int32)
+        starts = [part.start for part in parts]
         batch = StepBatch(
             tokens=np.zeros(rows, dtype=np.int32),
             offsets=np.concatenate([np.zeros(1, np.int32), ends]),
             computed=np.array(starts, dtype=np.int32),
             block_tables=tables,
-            rope_variants=np.zeros(len(taken), dtype=np.int32),
-            wanted=ends - 1,
-            features=features,
+            rope_variants=np.zeros(len(parts), dtype=np.int32),
+            wanted=ends - 1 if is_last else ends[:0],
+            features=self._joined.features(tokens, np.concatenate([part.states for part in parts])),
             feature_rows=np.arange(rows, dtype=np.int32),
-            final_states=np.empty((len(taken), self._hidden), dtype=np.float32),
+            final_states=np.empty((len(parts), self._hidden), dtype=np.float32) if is_last else None,
         )
         result = self._layer.collect(self._layer.launch(batch))
-        assert result.final_states is not None
-        for work, count in zip(taken, counts, strict=True):
-            if work.drafts:
-                work.ahead += count
-            else:
-                work.past.advance()
-        self._choose(taken, result.values, result.final_states)
-        self.step_time.observe(rows, sum(map(pairs_of, starts, counts)), time.perf_counter() - began)
-        return [work for work in taken if work.tokens]
+        if is_last:
+            self.step_time.observe(rows, sum(map(pairs_of, starts, counts)), time.perf_counter() - began)
+        return result
 
     def _choose(self, works: list[_Work], logits: Floats, states: Floats) -> None:
         """Choose each sequence's next draft, and set the input of the pass after it."""
