@@ -33,16 +33,25 @@ LONG = 300.0  # seconds after which a test has failed; nothing waits so long on 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run_it(*arguments: Any, **named: Any) -> None:
-        async def bounded() -> None:
-            await asyncio.wait_for(test(*arguments, **named), LONG)
+Test = Callable[..., Coroutine[Any, Any, None]]
 
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(bounded())
 
-    return run_it
+def asynchronous_within(seconds: float) -> Callable[[Test], Callable[..., None]]:
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_it(*arguments: Any, **named: Any) -> None:
+            async def bounded() -> None:
+                await asyncio.wait_for(test(*arguments, **named), seconds)
+
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(bounded())
+
+        return run_it
+
+    return decorate
+
+
+asynchronous = asynchronous_within(LONG)
 
 
 async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:

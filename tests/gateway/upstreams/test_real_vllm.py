@@ -26,7 +26,7 @@ from headrace.gateway.upstreams.upstream import Upstream
 from headrace.gateway.upstreams.upstream_errors import BrokenStreamError
 from headrace.models.model_folder import BUNDLED
 from tests.support.fake_upstream import answered, exchange, pieces_of, soon
-from tests.support.running_server import asynchronous, until
+from tests.support.running_server import asynchronous_within, until
 
 PYTHON = os.environ.get("HEADRACE_TEST_VLLM", "")
 PROGRAM = Path(__file__).parents[2] / "support" / "vllm_program.py"
@@ -43,6 +43,8 @@ HEALTH = UpstreamHealthConfig(interval_s=0.5, timeout_s=5.0, failures=3)
 PLACE = {"type": "object", "properties": {"place": {"type": "string", "maxLength": 8}}, "required": ["place"]}
 LOOK = Tool(name="look", description="Look at a place.", parameters=PLACE)
 ARGUMENTS = ("--enforce-eager", "--dtype", "float32", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+asynchronous = asynchronous_within(1700.0)  # each start of vLLM takes minutes on a busy machine
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="HEADRACE_TEST_VLLM names no Python that has vLLM"),
