@@ -1,10 +1,12 @@
 """Compares each decoder's tiny model of the tests with transformers, and writes the table.
 
     python benchmarks/architectures.py [--only NAME,NAME] [--out FILE]
+    python benchmarks/architectures.py --speed [--only qwen3-vl,lfm2,gpt-oss] [--rounds N] [--threads N] [--out FILE]
 
 Beside the largest error of the logits and the greedy tokens that are the same, it compares the bytes of weights and KV
 memory with the formulas: 4 bytes for each parameter, and 2 x layers of attention x KV heads x head size x 4 bytes for
-each token. A model without attention has the KV memory of one layer.
+each token. A model without attention has the KV memory of one layer. With `--speed`, it measures larger ones beside
+llama.cpp and transformers instead: see architecture_speed.py.
 """
 
 from __future__ import annotations
@@ -57,10 +59,30 @@ def row(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Each decoder beside transformers.")
-    parser.add_argument("--only", help="names of tiny models, with commas between")
+    parser.add_argument("--only", help="names of tiny models, or of shapes with --speed, with commas between")
     parser.add_argument("--out", type=Path, help="writes the table there too")
+    parser.add_argument("--speed", action="store_true", help="measures speed beside llama.cpp and transformers")
+    parser.add_argument("--rounds", type=int, default=5, help="with --speed: how often each engine takes its turn")
+    parser.add_argument("--threads", type=int, default=2, help="with --speed: of each engine")
+    parser.add_argument("--smoke", action="store_true", help="with --speed: small models, to see that it runs")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else DECODERS
+    text = _speeds(options) if options.speed else _table(options.only.split(",") if options.only else list(DECODERS))
+    print(text, end="")
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+
+
+def _speeds(options: argparse.Namespace) -> str:
+    from architecture_speed import SHAPES, speed_table  # needs packages that the other table does not
+
+    names = options.only.split(",") if options.only else list(SHAPES)
+    unknown = ", ".join(name for name in names if name not in SHAPES)
+    if unknown:
+        raise SystemExit(f"Unknown shapes: {unknown}. Expected {', '.join(SHAPES)}.")
+    return speed_table(names, rounds=options.rounds, threads=options.threads, small=options.smoke)
+
+
+def _table(names: list[str]) -> str:
     lengths = " and ".join(map(str, LENGTHS))
     lines = [
         "# Decoders beside transformers",
@@ -80,10 +102,7 @@ def main() -> None:
         print(f"\r\x1b[K{number + 1} of {len(names)}: {name}", end="", file=sys.stderr)
         lines.append(row(name))
     print("\r\x1b[K", end="", file=sys.stderr)
-    text = "\n".join(lines) + "\n"
-    print(text, end="")
-    if options.out is not None:
-        options.out.write_text(text, encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
