@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = ROOT / "docs" / "how-to"
 KV_TOKENS: Final = 16_384
 WARM: Final = 16
-OTHER_WORDS: Final = 350  # of a prompt that only takes memory
+OTHER_WORDS: Final = 150  # of a prompt that only takes memory
 ORDERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "score": {"order": "score"},
     "stable": {"order": "stable"},

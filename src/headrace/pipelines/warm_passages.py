@@ -86,39 +86,34 @@ class WarmPassages:
         self._pipelines: dict[str, _Kept] = {}
 
     def warm_first(self, state: RunState, sources: Sequence[SourceText]) -> tuple[SourceText, ...]:
-        """Return the sources with the most used of those first whose KV is kept; as they are if there is none."""
+        """Return the sources with the best of those first whose KV is kept; as they are if there is none.
+
+        The best by score, so that the same sources come in the same order as long as it is kept: then the prefix cache
+        has those behind it as well.
+        """
         kept = self._pipelines.get(state.name)
         head = self._head(state)
         if kept is None or head is None:
             return tuple(sources)
-        now = self._now()
-        warm = [
-            (passage.count(now), -place)
-            for place, source in enumerate(sources)
-            if (passage := kept.passages.get(_key(head, source))) is not None and passage.is_kept
-        ]
-        if not warm:
-            return tuple(sources)
-        first = -max(warm)[1]
-        return (sources[first], *sources[:first], *sources[first + 1 :])
+        for first, source in enumerate(sources):
+            passage = kept.passages.get(_key(head, source))
+            if passage is not None and passage.is_kept:
+                return (source, *sources[:first], *sources[first + 1 :])
+        return tuple(sources)
 
     def note(self, state: RunState, first_s: float) -> None:
-        """Count the passages of an answer that a model gave. `first_s`: seconds that it took to its first text."""
-        config = state.config.assemble
+        """Count the first passage of an answer that a model gave. `first_s`: seconds that it took to its first text."""
         head = self._head(state)
         hits = {hit.id for hit in state.hits}
         if head is None or not state.sources or state.sources[0].id not in hits:
             return
-        kept = self._pipelines.setdefault(state.name, _Kept(config))
+        kept = self._pipelines.setdefault(state.name, _Kept(state.config.assemble))
         first = kept.passages.get(_key(head, state.sources[0]))
         outcome: Outcome = "warm" if first is not None and first.is_kept else "cold"
         kept.outcomes[outcome] += 1
         kept.first_s[outcome] += first_s
         metrics.of(metrics.pipeline_prompts, state.name, outcome).inc()
-        # Any of them could have stood first if the order may follow what is kept.
-        for source in state.sources if config.order == "warm" else state.sources[:1]:
-            if source.id in hits:
-                self._use(kept, head, source, state)
+        self._use(kept, head, state.sources[0], state)
         self._settle(state.name, kept)
 
     def passages_removed(self, ids: Collection[str]) -> None:
