@@ -194,6 +194,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.rope = fact<int>(facts, "rope");
   layer.normed = fact<bool>(facts, "normed");
   layer.grows = fact<bool>(facts, "grows");
+  layer.kept = fact<bool>(facts, "kept");
   layer.spans = static_cast<Spans>(chosen(fact<std::string>(facts, "spans"), {"ignore", "reach", "only"}, "spans"));
   const int64_t experts = fact<int64_t>(facts, "experts");
   layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
@@ -303,6 +304,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.top_groups = parts.value<int64_t>("top_groups");
   w.group_best = parts.value<int64_t>("group_best");
   w.parallel = parts.value<bool>("parallel");
+  w.feature_layers = parts.value<int64_t>("feature_layers");
   w.attention_gate = parts.value<bool>("attention_gate");
   nb::object recurrent = parts.value<nb::object>("recurrent");
   if (!recurrent.is_none()) w.recurrent = recurrent_shape(facts_of(recurrent, "recurrent"));

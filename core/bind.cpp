@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -256,17 +257,18 @@ A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
 }
 
 // The hidden states beside the logits, where they are wanted at all.
-MutableArray<float, 2> optional_states(const nb::object& states, int64_t rows, int64_t hidden) {
+MutableArray<float, 2> optional_states(const nb::object& states, const std::string& name, int64_t rows,
+                                       int64_t hidden) {
   MutableArray<float, 2> array;
   if (states.is_none()) return array;
   try {
     array = nb::cast<MutableArray<float, 2>>(states, false);
   } catch (const nb::cast_error&) {
-    refuse("final_states must be an array of f32 or None");
+    refuse(name + " must be an array of f32 or None");
   }
-  check_natural(array, "final_states");
+  check_natural(array, name.c_str());
   if (static_cast<int64_t>(array.shape(0)) != rows || static_cast<int64_t>(array.shape(1)) != hidden) {
-    refuse("final_states must be [" + std::to_string(rows) + ", " + std::to_string(hidden) + "]");
+    refuse(name + " must be [" + std::to_string(rows) + ", " + std::to_string(hidden) + "]");
   }
   return array;
 }
@@ -324,7 +326,8 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
           Array<int32_t, 2> block_tables, Array<int32_t, 1> rope_variants, Array<int32_t, 1> wanted,
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
           nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows,
-          nb::object spans, nb::object places, nb::object final_states, nb::object state_trails, nb::object answered) {
+          nb::object spans, nb::object places, nb::object final_states, nb::object state_trails, nb::object answered,
+          nb::object kept) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -368,7 +371,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   if (!peaks.is_none() && hidden) refuse("hidden states have no peaks");
   args.peaks = peaks.is_none() ? nullptr : peaks_array.data();
   if (!final_states.is_none() && hidden) refuse("hidden states have no final states beside them");
-  const auto states_array = optional_states(final_states, args.wanted_count, w.hidden);
+  const auto states_array = optional_states(final_states, "final_states", args.wanted_count, w.hidden);
   if (!final_states.is_none()) args.final_states = states_array.data();
   const auto seconds = optional_numbers(second_texts, "second_texts", args.sequences);
   if (!second_texts.is_none()) args.second_texts = seconds.data();
@@ -400,8 +403,9 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     }
     check_natural(feature_array, "features");
     check_natural(feature_row_array, "feature_rows");
-    if (static_cast<int64_t>(feature_array.shape(1)) != w.hidden) {
-      refuse("features must have rows of " + std::to_string(w.hidden));
+    const int64_t size = (1 + w.feature_layers) * w.hidden;
+    if (static_cast<int64_t>(feature_array.shape(1)) != size) {
+      refuse("features must have rows of " + std::to_string(size));
     }
     if (static_cast<int64_t>(feature_row_array.size()) != args.rows) refuse("feature_rows must have one entry a row");
     args.features = feature_array.data();
@@ -412,6 +416,9 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   if (!spans.is_none()) args.spans = span_array.data();
   const auto place_array = optional_rows(places, "places", args.rows, 3);
   if (!places.is_none()) args.places = place_array.data();
+  const int64_t kept_layers = std::count_if(w.layers.begin(), w.layers.end(), [](const Layer& l) { return l.kept; });
+  const auto kept_array = optional_states(kept, "kept", kept_layers * args.rows, w.hidden);
+  if (!kept.is_none()) args.kept = kept_array.data();
   nb::gil_scoped_release free;
   self.model->step(args);
 }
@@ -646,7 +653,8 @@ NB_MODULE(_core, module) {
            "hidden"_a = false, "peaks"_a = nb::none(), "second_texts"_a = nb::none(), "adapters"_a = nb::list(),
            "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
            "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none(),
-           "final_states"_a = nb::none(), "state_trails"_a = nb::none(), "answered"_a = nb::none());
+           "final_states"_a = nb::none(), "state_trails"_a = nb::none(), "answered"_a = nb::none(),
+           "kept"_a = nb::none());
   bind_adapters(module);
 
   nb::class_<BoundSampler>(module, "Sampler")

@@ -257,7 +257,7 @@ void Model::embed_rows(const StepArgs& args) {
       float* x = residual_.data() + r * hidden_pad_;
       const int32_t feature = args.feature_rows == nullptr ? -1 : args.feature_rows[r];
       if (feature >= 0) {
-        std::memcpy(x, args.features + feature * w_.hidden, static_cast<size_t>(w_.hidden) * sizeof(float));
+        std::memcpy(x, args.features + feature * feature_size(), static_cast<size_t>(w_.hidden) * sizeof(float));
       } else {
         unpack_channel(w_.embed, args.tokens[r], x);
         if (embed_rotation_ != nullptr) kernels_.rotate(embed_rotation_->view(), x);  // back
@@ -280,6 +280,25 @@ void Model::embed_rows(const StepArgs& args) {
       }
     }
   });
+}
+
+// Part `part` of the features of rows that have one. The last layer adds none, so all rows are still there.
+void Model::add_features(const StepArgs& args, int64_t part) {
+  for (int64_t r = 0; r < args.rows; ++r) {
+    const int32_t feature = args.feature_rows[r];
+    if (feature < 0) continue;
+    float* x = residual_.data() + r * hidden_pad_;
+    const float* added = args.features + feature * feature_size() + part * w_.hidden;
+    for (int64_t i = 0; i < w_.hidden; ++i) x[i] += added[i];
+  }
+}
+
+void Model::keep_outcome(const StepArgs& args, int64_t place) const {
+  float* out = args.kept + place * args.rows * w_.hidden;
+  for (int64_t r = 0; r < args.rows; ++r) {
+    std::memcpy(out + r * w_.hidden, residual_.data() + r * hidden_pad_,
+                static_cast<size_t>(w_.hidden) * sizeof(float));
+  }
 }
 
 void Model::rotate_tables(const StepArgs& args) {
@@ -520,7 +539,7 @@ void Model::step(const StepArgs& args) {
   if (w_.streams.count > 0) open_streams(args);
   times_.end(Stage::kEmbed);
   for (int64_t r = 0; r < args.rows; ++r) asking_[static_cast<size_t>(r)].source = r;
-  int64_t rows = args.rows;
+  int64_t rows = args.rows, kept = 0;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
     if (w_.streams.count > 0) predict_streams(layer, args.rows);
@@ -562,6 +581,11 @@ void Model::step(const StepArgs& args) {
     }
     join(rows, layer.mlp_out_norm, layer.mlp_residual_norm, w_.mlp_factor);
     if (w_.streams.count > 0) correct_streams(layer, static_cast<int64_t>(i), rows);
+    if (i + 1 < w_.layers.size()) {
+      const int64_t part = static_cast<int64_t>(i) + 1;
+      if (part <= w_.feature_layers && args.feature_rows != nullptr) add_features(args, part);
+      if (layer.kept && args.kept != nullptr) keep_outcome(args, kept++);
+    }
     times_.end(Stage::kJoin);
   }
   if (w_.streams.count > 0) close_streams(rows);

@@ -92,6 +92,7 @@ struct Layer {
   bool normed = true;   // with a qk norm
   Spans spans = Spans::kIgnore;
   bool grows = false;  // queries grow with their position, see ModelWeights::growth
+  bool kept = false;   // its outcome is wanted beside the last one's, see StepArgs::kept
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
@@ -169,6 +170,8 @@ struct ModelWeights {
   Product inputs_in;                           // of the embedding, to the same
   NormWeights inputs_norm;
   bool parallel = false;  // attention and MLP read the same rows and are added together
+  // So many of the first layers add a part of a row's feature to their outcome (deepstack).
+  int64_t feature_layers = 0;
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -200,7 +203,9 @@ struct StepArgs {
   const int32_t* state_slots = nullptr;   // [sequences], each another
   const int32_t* state_trails = nullptr;  // [rows] another slot for the state after a row, -1: none; null: none has one
   const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
-  const float* features = nullptr;        // [feature_count][hidden], what some rows begin with instead of an embedding
+  // [feature_count][(1 + feature_layers) * hidden]: what some rows begin with instead of an embedding, then what
+  // layers add to them.
+  const float* features = nullptr;
   const int32_t* feature_rows = nullptr;  // [rows] which of them, -1: the token's embedding; null: that in all rows
   int64_t feature_count = 0;
   const int32_t* spans = nullptr;   // [rows][2] first token and end of the span that a row is in; null: in none
@@ -214,6 +219,7 @@ struct StepArgs {
   const int32_t* slots = nullptr;  // [sequences], -1: none; null: none has
   float* peaks = nullptr;         // [rows of out][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
   float* final_states = nullptr;  // [wanted_count][hidden]: what the logits are computed from, where it is wanted too
+  float* kept = nullptr;          // [kept layers][rows][hidden]: the outcome of layers that are kept
   // Beside final states: ascending places in `wanted` whose logits are computed; null: all.
   const int32_t* answered = nullptr;
   int64_t answered_count = 0;
@@ -267,7 +273,10 @@ class Model {
   void check_states(const StepArgs& args) const;
   void spread_distances();
   void place_rows(const StepArgs& args);
+  int64_t feature_size() const { return (1 + w_.feature_layers) * w_.hidden; }
   void embed_rows(const StepArgs& args);
+  void add_features(const StepArgs& args, int64_t part);
+  void keep_outcome(const StepArgs& args, int64_t place) const;
   void rotate_tables(const StepArgs& args);
   void check_adapters(const StepArgs& args) const;
   void ready_adapters(const StepArgs& args);

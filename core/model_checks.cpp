@@ -36,6 +36,7 @@ void Model::check_weights() const {
                      : w_.kv_heads != w_.heads) {
     refuse("latents need a key head for each head, and models without them have none of their sizes");
   }
+  if (w_.feature_layers < 0 || w_.feature_layers > 64) refuse("feature_layers out of range");
   if (w_.growth_tokens < 1) refuse("growth or chunks are out of range");
   if (w_.expert_groups < 1 || w_.top_groups < 1 || w_.top_groups > w_.expert_groups || w_.expert_groups > 4096 ||
       (w_.group_best != 1 && w_.group_best != 2)) {
@@ -107,6 +108,11 @@ void Model::check_weights() const {
     }
     if (!layer.sinks.empty() && static_cast<int64_t>(layer.sinks.size()) != w_.heads) {
       refuse(name + ".attn.sinks has the wrong size");
+    }
+    const bool adds = static_cast<int64_t>(i) < w_.feature_layers;
+    if (layer.kept && i + 1 == w_.layers.size()) refuse(name + " is the last one and is not kept");
+    if ((layer.kept || adds) && (!layer.feeds || w_.streams.count > 0)) {
+      refuse(name + " cannot be kept or add features");
     }
     if (!layer.feeds) continue;
     if (layer.experts.empty()) {

@@ -152,13 +152,15 @@ class Model:
         slots: NDArray[np.int32] | None = None,  # [sequences] index into `adapters`, -1: none
         states: States | None = None,  # of a model with recurrent layers
         state_slots: NDArray[np.int32] | None = None,  # [sequences], each another
-        features: NDArray[np.float32] | None = None,  # [features, hidden] what rows begin with instead of an embedding
+        # [features, (1 + feature_layers) * hidden] what rows begin with instead of an embedding, and what layers add
+        features: NDArray[np.float32] | None = None,
         feature_rows: NDArray[np.int32] | None = None,  # [rows] which feature, -1: the token's embedding
         spans: NDArray[np.int32] | None = None,  # [rows, 2] first token and end of what layers with spans see beside
         places: NDArray[np.int32] | None = None,  # [rows, 3] numbers that ropes turn by instead of positions
         final_states: NDArray[np.float32] | None = None,  # out, [wanted, hidden] what the logits are computed from
         state_trails: NDArray[np.int32] | None = None,  # [rows] another slot for the state after a row, -1: none
         answered: NDArray[np.int32] | None = None,  # places in `wanted` that `out` has logits of; None: all
+        kept: NDArray[np.float32] | None = None,  # out, [kept layers * rows, hidden] outcomes of layers with `kept`
     ) -> None: ...
 
 class Adapter:

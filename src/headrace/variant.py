@@ -21,6 +21,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     weights: str = "auto"  # bf16, or what keeps the weights of a quantised file
     group: str | int | None = None
     keep: tuple[str, ...] = ()
+    image_weights: str = "auto"  # of the image part: bf16 if the files hold it so, or else f32
     kv: str = "bf16"
     threads: int | None = None  # None: all of the machine's cores
     context: int | None = None  # tokens of one sequence

@@ -26,7 +26,7 @@ from headrace.engine.scheduling.step_plan import Share, StepPlan
 from headrace.gateway.images.image_reader import ImageReader
 from headrace.models.model_folder import open_model
 from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.vision_folder import open_vision
+from headrace.models.vision.vision_folder import VisionFolder, open_vision
 from tests.support.tiny_vision import data_url
 
 Prompt = tuple[tuple[int, ...], tuple[ImageRows, ...]]
@@ -83,17 +83,7 @@ class GoldenVision:
 
     def chat(self, *parts: str | bytes) -> tuple[str, Prompt]:
         """Return a chat of one message as text for transformers, and as the server makes a prompt of it."""
-        content = "".join("\ufffc" if isinstance(part, bytes) else part for part in parts)
-        images = [{"url": data_url(part)} for part in parts if isinstance(part, bytes)]
-        messages = [{"role": "user", "content": content, "images": images}]
-        return asyncio.run(self._chat(messages, images))
-
-    async def _chat(self, messages: list[dict[str, Any]], images: list[dict[str, Any]]) -> tuple[str, Prompt]:
-        reader = ImageReader("tiny", self.vision, self.encoder, self.tokenizer, ImagesConfig())
-        text = self.tokenizer.apply_template(reader.template_messages(messages))
-        tokens = tuple(self.tokenizer.encode_chat(reader.framed(text), "tenant"))
-        placed, images_of_prompt = reader.placed(tokens, await reader.measured(images))
-        return text, (placed, await reader.rows("tenant", images_of_prompt))
+        return asyncio.run(_chat(ImageReader("tiny", self.vision, self.encoder, self.tokenizer, ImagesConfig()), parts))
 
     @cached_property
     def executor(self) -> CpuExecutor:
@@ -109,12 +99,31 @@ class GoldenVision:
             spec.vocab_size,
             spec.hidden_size,
             1,
+            feature_size=spec.feature_size,
             spans=spec.image_span > 0,
             places=spec.has_places,
         )
         sequence.blocks = list(range(-(-count // 16)))
         batch = builder.build(StepPlan([Share(sequence, count, count)], [], 0.0), [builder.row()])
         return executor.collect(executor.launch(batch)).values.copy()
+
+
+def prompt_of(path: Path, vision: VisionFolder, *parts: str | bytes) -> Prompt:
+    """Return a chat of one message as the server makes a prompt of it."""
+    encoder = ImageEncoder(vision, threads=2)
+    reader = ImageReader("tiny", vision, encoder, open_model(path).tokenizer, ImagesConfig())
+    return asyncio.run(_chat(reader, parts))[1]
+
+
+async def _chat(reader: ImageReader, parts: Sequence[str | bytes]) -> tuple[str, Prompt]:
+    content = "".join("\ufffc" if isinstance(part, bytes) else part for part in parts)
+    images = [{"url": data_url(part)} for part in parts if isinstance(part, bytes)]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content, "images": images}]
+    tokenizer = reader.tokenizer
+    text = tokenizer.apply_template(reader.template_messages(messages))
+    tokens = tuple(tokenizer.encode_chat(reader.framed(text), "tenant"))
+    placed, images_of_prompt = reader.placed(tokens, await reader.measured(images))
+    return text, (placed, await reader.rows("tenant", images_of_prompt))
 
 
 def relative_error(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:

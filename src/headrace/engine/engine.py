@@ -134,6 +134,7 @@ class Engine:
             self._spec.vocab_size,
             self._spec.hidden_size,
             sequences,
+            feature_size=self._spec.feature_size,
             spans=self._spec.image_span > 0,
             places=self._spec.has_places,
         )
@@ -249,7 +250,7 @@ class Engine:
                 parameter="model",
             )
         if request.images:
-            check_images(request.images, len(request.prompt), self._spec.hidden_size)
+            check_images(request.images, len(request.prompt), self._spec.feature_size)
             if self._spec.image_span and request.first_result < len(request.prompt):
                 raise RequestError(
                     "This model computes an image in one piece and gives no results of prompts with images. Remove "

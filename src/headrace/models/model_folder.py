@@ -24,6 +24,7 @@ from headrace.models.formats.tensors import DenseTensor
 from headrace.models.gguf.gguf_architectures import interleaved_heads, read_spec, tensor_sources
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.gguf.gguf_weights import GgufWeights
+from headrace.models.gguf.mmproj import image_span
 from headrace.models.quantised.quantised_weights import QuantisedWeights, read_scheme
 from headrace.models.sentence_files import read_pooling, read_prompts
 from headrace.models.sources.downloaded_models import downloaded_model, hub_name, package_name
@@ -96,7 +97,7 @@ class ModelFolder:
         data = tensor.data if part.index is None else tensor.data[part.index]
         if part.row is not None:
             data = data[part.row : part.row + 1]
-        if part.transposed:
+        if part.transposed or (part.either_way and data.shape[::-1] == self.shapes[name]):
             data = data.T
         if part.flat:
             data = data.reshape(-1)
@@ -114,7 +115,7 @@ class ModelFolder:
                     if len(shape_on_disk) < 2 or part.index >= shape_on_disk[0]:
                         raise self._shape_error(part, shape_on_disk, f"at least {part.index + 1} experts")
                     shape_on_disk = shape_on_disk[1:]
-                if part.transposed:
+                if part.transposed or (part.either_way and shape_on_disk[::-1] == shape):
                     shape_on_disk = shape_on_disk[::-1]
                 if part.flat:
                     shape_on_disk = (math.prod(shape_on_disk),)
@@ -178,6 +179,8 @@ def _open_gguf(path: Path) -> ModelFolder:
         raise ModelError(f"The file is no model: it does not start with 'GGUF'. {expected}", path=path)
     file = GgufFile.open(path)
     spec = read_spec(file)
+    if spec.family == "gemma":
+        spec = replace(spec, image_span=image_span(path, file))
     weights = GgufWeights(file, interleaved_heads(file, spec))
     folder = ModelFolder(path, spec, weights, tensor_sources(file, spec), partial(read_tokenizer, file))
     folder.check_shapes()

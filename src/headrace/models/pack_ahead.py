@@ -92,7 +92,7 @@ def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted]:
         yield _wanted(small, choose_plan(small, variant.draft_weights or variant.weights), cache)
     if has_vision(folder.path):
         vision = open_vision(folder.path)
-        yield _wanted(vision.folder, vision.plan, cache)
+        yield _wanted(vision.folder, vision.plan(variant.image_weights), cache)
 
 
 def _wanted(folder: ModelFolder, plan: WeightPlan, cache: Path) -> _Wanted:

@@ -122,6 +122,11 @@ def packed_size(spec: ModelSpec, shapes: dict[str, tuple[int, ...]], plan: Weigh
     return total
 
 
+def packed_matrix_bytes(outputs: int, inputs: int, precision: Precision) -> int:
+    """Return the bytes of what `pack_matrix` returns."""
+    return _packed_bytes(_fitting(precision, inputs), outputs, inputs)
+
+
 def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
     return _core.packed_bytes(
         precision.format, outputs, inputs, precision.group, asymmetric=precision.zeros, multiples=precision.multiples

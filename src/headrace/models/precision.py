@@ -22,6 +22,7 @@ KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
 AUTO_FLOAT_ROWS: Final = "auto-a16"  # the same, with activations that are not quantised
 AUTOS: Final = frozenset({AUTO, AUTO_FLOAT_ROWS})
+IMAGE_WEIGHTS: Final = (AUTO, "f32", "bf16", "int8")  # of the image part; "auto": as its files hold it
 GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
 _PLAIN: Final = "-plain"
 _FLOAT_ROWS: Final = "-a16"
@@ -126,6 +127,13 @@ def parse_kv_type(text: str) -> KvType:
     if text not in get_args(KvType):
         raise RequestError(f"Unknown KV type '{text}'. Expected f32, bf16, int8, fp8 or int4.", parameter="kv")
     return cast(KvType, text)
+
+
+def check_image_weights(text: str) -> None:
+    if text not in IMAGE_WEIGHTS:
+        raise RequestError(
+            f"'image_weights' must be one of {', '.join(IMAGE_WEIGHTS)}, not '{text}'.", parameter="image_weights"
+        )
 
 
 class WeightPlan(msgspec.Struct, frozen=True):

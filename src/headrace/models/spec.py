@@ -121,6 +121,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     gate_cutoff: float | None = None  # gates count above the mean of their row by so many deviations; None: all
     grows: bool = False  # queries grow with their position: see `query_growth`
     spans: bool = False  # a row sees only the span that it is in: a window of an image's patches
+    kept: bool = False  # its outcome is a result beside the last layer's (the towers of Qwen3-VL)
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
 
     @property
@@ -215,6 +216,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     # An encoder has no head: it makes embeddings only. A reranker gives a pair of texts one number.
     kind: ModelKind = "decoder"
     causal: bool = True  # a token sees those before it; otherwise all of its text
+    feature_layers: int = 0  # so many of the first layers add a part of an image's feature to their outcome (Qwen3-VL)
     image_span: int = 0  # tokens of an image, which see each other whatever their order; 0: they see those before
 
     vocab_size: int
@@ -298,6 +300,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def vector_size(self) -> int:
         """Numbers in an embedding."""
         return self.pooled_layers[-1].outputs if self.pooled_layers else self.hidden_size
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers in the feature of an image's token."""
+        return (1 + self.feature_layers) * self.hidden_size
 
     @property
     def has_places(self) -> bool:

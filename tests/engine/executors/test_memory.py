@@ -85,6 +85,14 @@ def test_a_precision_that_fits_is_offered(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+def test_the_image_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = MemoryNeed("bf16", 14 * GIB, kv_token=GIB // 8192, kv_tokens=4096, states=GIB, images=2 * GIB)
+    assert refused(need, monkeypatch).endswith(
+        "tokens, besides 1.0 GiB of recurrent states and 2.0 GiB of its image part. Only 8.0 GiB is available. "
+        "Use weights int4 (7.5 GiB in all)."
+    )
+
+
 def test_a_shorter_context_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     need = MemoryNeed("int8", 7 * GIB, kv_token=GIB // 8192, kv_tokens=16384)
     assert refused(need, monkeypatch).endswith("Use weights int4 (6.0 GiB in all) or a context of at most 2048 tokens.")

@@ -26,6 +26,7 @@ from tests.support.tiny_engine import open_tiny
         ({"speculation": "model"}, "draft_model"),
         ({"draft_model": "draft"}, "draft_model"),
         ({"draft_weights": "int5"}, "draft_weights"),
+        ({"image_weights": "int4"}, "image_weights"),
         ({"speculation": "self"}, "skip_layers"),
         ({"skip_layers": [1]}, "skip_layers"),
         ({"speculation": "heads"}, "draft_heads"),

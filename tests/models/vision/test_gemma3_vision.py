@@ -25,7 +25,15 @@ from tests.support.vision_golden import GoldenVision, Prompt, relative_error, wr
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 
-SPECIAL = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft>")
+SPECIAL = (
+    "<bos>",
+    "<eos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+)
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}{% for item in message['content'] %}"
@@ -70,7 +78,7 @@ def write_gemma3(folder: Path) -> Path:
         mm_tokens_per_image=TOKENS,
         boi_token_index=SPECIAL.index("<start_of_image>"),
         eoi_token_index=SPECIAL.index("<end_of_image>"),
-        image_token_index=SPECIAL.index("<image_soft>"),
+        image_token_index=SPECIAL.index("<image_soft_token>"),
     )
     write_weights(folder, transformers.Gemma3ForConditionalGeneration(config))
     preparation = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.5, 0.45, 0.4])
@@ -131,10 +139,10 @@ def request(id: str, prompt: Prompt, count: int = 24) -> GenerationRequest:
 
 
 def test_an_image_in_the_users_text_is_text(golden: GoldenVision) -> None:
-    _, (tokens, rows) = golden.chat("a <start_of_image> ", picture(9, 9), " <image_soft>")
+    _, (tokens, rows) = golden.chat("a <start_of_image> ", picture(9, 9), " <image_soft_token>")
     assert len(rows) == 1
     assert tokens.count(SPECIAL.index("<start_of_image>")) == 1
-    assert tokens.count(SPECIAL.index("<image_soft>")) == TOKENS
+    assert tokens.count(SPECIAL.index("<image_soft_token>")) == TOKENS
 
 
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])

@@ -288,7 +288,7 @@ def _tower(folder: Path) -> Any:
 def test_the_image_part_counts_in_the_memory_of_a_served_model(tmp_path: Path) -> None:
     path = write_vision_model(tmp_path)
     vision = open_vision(path)
-    plan = vision.plan
+    plan = vision.plan()
     weights = load_tensors(vision.folder, plan, _core.Pool(1), cache=None).bytes
     extras = sum(values.nbytes for values in vision.extras.values())
     need = memory_of(open_model(path), Variant(model=str(path), context=64))

@@ -43,11 +43,13 @@ class BatchBuilder:
         hidden_size: int,
         sequences: int,
         *,
+        feature_size: int | None = None,
         spans: bool = False,
         places: bool = False,
     ) -> None:
-        """`sequences` is a first guess of the sequences in one step. `spans` and `places`: what the model takes of
-        images beside their features."""
+        """`sequences` is a first guess of the sequences in one step. `feature_size`: of an image's token, if that is
+        not `hidden_size`. `spans` and `places`: what the model takes of images beside their features."""
+        self._feature_size = hidden_size if feature_size is None else feature_size
         self._spans, self._places = spans, places
         self._has_states = capacity.states > 0
         self._width = -(-capacity.context // capacity.block_tokens)
@@ -109,7 +111,7 @@ class BatchBuilder:
         if self._has_states:
             slots = np.array([share.sequence.state_slot for share in shares], dtype=np.int32)
             trails = state_trails(shares, end)
-        features, feature_rows = image_features(shares, end, self._states.shape[1])
+        features, feature_rows = image_features(shares, end, self._feature_size)
         self._variants[:count] = [share.sequence.rope_variant for share in shares]
         self._wanted[: len(wanted)] = wanted
         adapters, adapter_places = adapter_slots([share.sequence.request.adapter for share in shares])

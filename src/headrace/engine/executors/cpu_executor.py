@@ -69,7 +69,7 @@ def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     context = default_context(folder.spec) if variant.context is None else variant.context
     own = own_module(folder, variant)
     need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens, own)
-    return msgspec.structs.replace(need, images=tower_bytes(folder.path))
+    return msgspec.structs.replace(need, images=tower_bytes(folder.path, variant.image_weights))
 
 
 def _memory_need(
@@ -201,10 +201,12 @@ class CpuExecutor:
         cache: Path | None = None,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         own: OwnModule | None = None,
+        images: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
-        sequences). There must be memory for `own` too, which `predicting` loads."""
+        sequences). There must be memory for `own` too, which `predicting` loads, and for
+        `images`: the bytes that the model's image part will take beside it."""
         started = time.perf_counter()
         spec = folder.spec
         plan = choose_plan(folder, weights, group=group, keep=keep)
@@ -217,6 +219,7 @@ class CpuExecutor:
             max_rows = max(max_rows, length)  # such a sequence is computed in one piece
         max_rows = max(max_rows, spec.image_span)  # and so is an image whose tokens see each other
         need = _memory_need(folder, plan, kv_type, length, kv_tokens, own)
+        need = msgspec.structs.replace(need, images=images)
         blocks, blocks_each = need.kv_tokens // _core.BLOCK, -(-length // _core.BLOCK)
 
         def weights_at(precision: str) -> int:
@@ -466,6 +469,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "top_groups": experts.top_groups if experts else 1,
         "group_best": experts.group_best if experts else 1,
         "parallel": spec.parallel,
+        "feature_layers": spec.feature_layers,
         "attention_gate": spec.attention_gate,
         "streams": spec.streams.count if spec.streams else 0,
         "past_rank": spec.streams.rank if spec.streams else 0,
@@ -490,6 +494,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
                 "chunk": layer.chunk,
                 "normed": layer.qk_norm,
                 "grows": layer.grows,
+                "kept": layer.kept,
                 "shares": -1 if layer.shares is None else layer.shares,
                 "gate_cutoff": layer.gate_cutoff,
                 "value_norm": spec.value_norm and layer.shares is None,

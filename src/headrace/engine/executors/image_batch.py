@@ -14,7 +14,7 @@ Int32s = NDArray[np.int32]
 
 
 def image_features(
-    shares: list[Share], rows: int, hidden_size: int
+    shares: list[Share], rows: int, feature_size: int
 ) -> tuple[NDArray[np.float32] | None, Int32s | None]:
     """Return the features of images whose tokens the step computes, and which row begins with which of them."""
     found: list[NDArray[np.float32]] = []
@@ -24,7 +24,7 @@ def image_features(
         if places is None:
             places = np.full(rows, -1, dtype=np.int32)
         places[row : row + stop - start] = range(known, known + stop - start)
-        data = np.frombuffer(image.data, dtype="<f4").reshape(image.count, hidden_size)
+        data = np.frombuffer(image.data, dtype="<f4").reshape(image.count, feature_size)
         found.append(data[start - image.start : stop - image.start])
         known += stop - start
     return (np.concatenate(found), places) if found else (None, None)

@@ -16,14 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
+from headrace.engine.executors.clip_tower import ClipTower
 from headrace.engine.executors.cpu_executor import choose_isa
 from headrace.engine.executors.patch_tower import PatchTower
 from headrace.engine.executors.square_tower import SquareTower
+from headrace.models.families.vision.vision_tower import Connector
 from headrace.models.packing import load_tensors
+from headrace.models.precision import AUTO
+from headrace.models.vision.image_layout import ImageGrid
 from headrace.models.vision.vision_folder import VisionFolder
 
 Floats = NDArray[np.float32]
+Tower = SquareTower | PatchTower | ClipTower
 
+_TOWERS: Final[dict[Connector, type[SquareTower] | type[PatchTower] | type[ClipTower]]] = {
+    "shuffle": SquareTower,
+    "pool": SquareTower,
+    "merge": PatchTower,
+    "lines": PatchTower,
+    "project": ClipTower,
+}
 _NICENESS: Final = 10  # of the encoder's threads: steps of decoding go first
 
 
@@ -36,22 +48,25 @@ class ImageEncoder:
         isa: str | None = None,
         arithmetic: str | None = None,
         cache: Path | None = None,
+        weights: str = AUTO,
     ) -> None:
         """Load the weights in the background. `encode` waits for them, and raises the error if that fails."""
         self.vision = vision
         self._threads = threads
         self._isa = choose_isa(isa, arithmetic)
         self._cache = cache
+        self.weights = weights
+        self._plan = vision.plan(weights)
         self._thread = ThreadPoolExecutor(1, "headrace-images", initializer=_yield_to_decoding)
-        self._weights: Future[SquareTower | PatchTower] = self._thread.submit(self._load)
+        self._weights: Future[Tower] = self._thread.submit(self._load)
 
-    def submit(self, tiles: Callable[[], Floats]) -> Future[Floats]:
+    def submit(self, tiles: Callable[[], Floats], grid: ImageGrid | None = None) -> Future[Floats]:
         """Encode what `tiles` returns, which is called in the encoder's thread: [tiles, channels, height, width]. The
-        result is [tiles, tokens of a tile, width]."""
-        return self._thread.submit(self._encode, tiles)
+        result is [runs of tokens, tokens of a run, width] as the grid says, or else one run for each tile."""
+        return self._thread.submit(self._encode, tiles, grid)
 
-    def encode(self, tiles: Floats) -> Floats:
-        return self.submit(lambda: tiles).result()
+    def encode(self, tiles: Floats, grid: ImageGrid | None = None) -> Floats:
+        return self.submit(lambda: tiles, grid).result()
 
     def wait(self) -> None:
         """Wait for the weights. Raise the error if they cannot be loaded."""
@@ -60,15 +75,20 @@ class ImageEncoder:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self) -> SquareTower | PatchTower:
+    def _load(self) -> Tower:
         pool = _core.Pool(self._threads)  # its threads inherit this one's priority
-        tensors = load_tensors(self.vision.folder, self.vision.plan, pool, cache=self._cache)
-        opened = PatchTower if self.vision.tower.connector == "merge" else SquareTower
-        return opened(self.vision, pool, tensors.tensors, self._isa)
+        tensors = load_tensors(self.vision.folder, self._plan, pool, cache=self._cache)
+        opened = _TOWERS[self.vision.tower.connector]
+        return opened(self.vision, pool, tensors.tensors, self._isa, self._plan.default)
 
-    def _encode(self, tiles: Callable[[], Floats]) -> Floats:
+    def _encode(self, tiles: Callable[[], Floats], grid: ImageGrid | None) -> Floats:
         tower = self._weights.result()
-        return np.stack([tower.encode(tile) for tile in tiles()])
+        features = np.stack([tower.encode(tile) for tile in tiles()])
+        if grid is None:
+            return features
+        if isinstance(tower, ClipTower):
+            features = tower.packed(features, grid)
+        return features.reshape(grid.runs, grid.tile_tokens, -1)
 
 
 def _yield_to_decoding() -> None:

@@ -1,6 +1,7 @@
 """Compares the memory that a model needs with what this process may use, before anything is read.
 
-Counts what a step touches: the packed weights and the KV memory. Scratch memory and the tokenizer are small beside.
+Counts what a step touches: the packed weights and the KV memory, and the weights of the image part. Scratch memory and
+the tokenizer are small beside.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def check_memory(
         return
     offers = list(_offers(need, weights_at, available, sequence=sequence, sequences=sequences))
     advice = f"Use {' or '.join(offers)}." if offers else "Use a smaller model or a machine with more memory."
-    others = ((need.states, "recurrent states"), (need.drafts, "its prediction module"))
+    others = (
+        (need.states, "recurrent states"),
+        (need.drafts, "its prediction module"),
+        (need.images, "its image part"),
+    )
     besides = " and ".join(f"{gib(size)} of {name}" for size, name in others if size)
     besides = besides and f", besides {besides}"
     raise InsufficientMemoryError(
@@ -72,7 +77,7 @@ def check_memory(
 def _offers(
     need: MemoryNeed, weights_at: Callable[[str], int], available: int, *, sequence: int, sequences: int | None
 ) -> Iterator[str]:
-    fixed = need.states + need.drafts
+    fixed = need.states + need.drafts + need.images
     smaller = [(each, at) for each in OFFERED if (at := weights_at(each)) < need.weights]
     for precision, weights in smaller:
         if weights + need.kv + fixed <= available:

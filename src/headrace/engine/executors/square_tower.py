@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import describe
+from headrace.engine.executors.tower_product import F32, TowerProduct
 from headrace.models.families.vision.vision_tower import TowerSpec
-from headrace.models.packing import aligned_bytes
+from headrace.models.packing import pack_matrix
+from headrace.models.precision import Precision
 from headrace.models.spec import ModelSpec
 from headrace.models.vision.vision_folder import VisionFolder
 
@@ -25,13 +27,13 @@ CoreTensors = dict[str, _core.Packed | Floats]
 class SquareTower:
     """A SigLIP tower: learned positions of the patches of a square tile of one size."""
 
-    def __init__(self, vision: VisionFolder, pool: _core.Pool, tensors: CoreTensors, isa: str) -> None:
+    def __init__(
+        self, vision: VisionFolder, pool: _core.Pool, tensors: CoreTensors, isa: str, precision: Precision
+    ) -> None:
         tower, extras = vision.tower, vision.extras
         patches = tower.side**2
         self._tower = tower
-        self._pool = pool
-        self._isa = isa
-        self._patch = pack_f32(extras["patch"], pool)
+        self._patch = TowerProduct(extras["patch"], None, pool, isa)
         places = _bucketed_places(tower.side) if tower.connector == "shuffle" else np.arange(patches)
         self._places = np.ascontiguousarray(extras["positions"][places] + extras["patch.bias"])
         self._steps = EncoderSteps(tower.encoder, tensors, pool, isa, patches)
@@ -39,18 +41,15 @@ class SquareTower:
         if tower.connector == "pool":
             self._norm = 1.0 + extras["norm"].astype(np.float64)
             projection = np.ascontiguousarray(projection.T)
-        self._projection = pack_f32(projection, pool)
+        self._projection = TowerProduct(projection, None, pool, isa, precision)
 
     def encode(self, tile: Floats) -> Floats:
         tower = self._tower
-        rows = np.empty(self._places.shape, dtype=np.float32)
-        _core.multiply(self._patch, _patches(tile, tower.patch_size), rows, self._pool, self._isa)
+        rows = self._patch.multiply(patches_of(tile, tower.patch_size))
         rows += self._places
         states = self._steps.compute(rows)
         joined = _shuffled(states, tower) if tower.connector == "shuffle" else self._pooled(states)
-        features = np.empty((len(joined), tower.width), dtype=np.float32)
-        _core.multiply(self._projection, joined, features, self._pool, self._isa)
-        return features
+        return self._projection.multiply(joined)
 
     def _pooled(self, states: Floats) -> Floats:
         """Return the means of squares of features, normalised."""
@@ -69,14 +68,22 @@ class EncoderSteps:
         self._kv = _core.Kv(spec.kv_layers, spec.kv_heads, spec.head_size, blocks, "f32")
         self._tables = np.arange(blocks, dtype=np.int32).reshape(1, -1)
         self._one = np.zeros(1, dtype=np.int32)
+        self._kept = sum(layer.kept for layer in spec.layers)
         self.rows = rows
 
     def compute(
         self, rows: Floats, *, spans: NDArray[np.int32] | None = None, places: NDArray[np.int32] | None = None
     ) -> Floats:
         """Return the hidden states of rows, [rows, hidden]."""
+        return self.compute_all(rows, spans=spans, places=places)[0]
+
+    def compute_all(
+        self, rows: Floats, *, spans: NDArray[np.int32] | None = None, places: NDArray[np.int32] | None = None
+    ) -> tuple[Floats, Floats]:
+        """Return the hidden states of rows, and the outcome of the layers that are kept, [layers, rows, hidden]."""
         states = np.empty_like(rows)
         count = len(rows)
+        kept = np.empty((self._kept * count, rows.shape[1]), dtype=np.float32)
         numbers = np.arange(count, dtype=np.int32)
         self._model.step(
             self._kv,
@@ -92,18 +99,17 @@ class EncoderSteps:
             feature_rows=numbers,
             spans=spans,
             places=places,
+            kept=kept if self._kept else None,
         )
-        return states
+        return states, kept.reshape(self._kept, *rows.shape)
 
 
-def pack_f32(matrix: Floats, pool: _core.Pool) -> _core.Packed:
-    outputs, inputs = matrix.shape
-    data = aligned_bytes(_core.packed_bytes("f32", outputs, inputs, 0))
-    gain = _core.pack(matrix, "f32", "f32", 0, data, pool)
-    return _core.Packed("f32", outputs, inputs, 0, gain, data)
+def without_embedding(tensors: CoreTensors, hidden: int, pool: _core.Pool) -> CoreTensors:
+    """Return tensors with the embedding that the core wants of every model, for rows that begin with features alone."""
+    return {**tensors, "embed": pack_matrix(np.zeros((1, hidden), dtype=np.float32), F32, pool)}
 
 
-def _patches(tile: Floats, size: int) -> Floats:
+def patches_of(tile: Floats, size: int) -> Floats:
     """Return a tile's patches as rows, each channel by channel."""
     channels, side = tile.shape[0], tile.shape[1] // size
     cut = tile.reshape(channels, side, size, side, size).transpose(1, 3, 0, 2, 4)

@@ -27,7 +27,7 @@ class ImageRows(msgspec.Struct, frozen=True):
     start: int  # first prompt token
     count: int  # of tokens
     digest: bytes  # of the image and the part: the same digest means the same features
-    data: bytes  # f32, little-endian, [count, hidden]
+    data: bytes  # f32, little-endian, [count, feature size]
     grid: tuple[int, int] | None = None  # rows and columns of its tokens, which are then their places
 
     @property
@@ -42,7 +42,7 @@ def image_token_ids(digest: bytes, count: int) -> list[int]:
     return [-1 - (each & _POSITIVE) for each in bits]
 
 
-def check_images(images: Sequence[ImageRows], prompt_tokens: int, hidden_size: int) -> None:
+def check_images(images: Sequence[ImageRows], prompt_tokens: int, feature_size: int) -> None:
     """Raise RequestError for images that do not fit the prompt or the model."""
     end = 0
     for image in images:
@@ -52,10 +52,10 @@ def check_images(images: Sequence[ImageRows], prompt_tokens: int, hidden_size: i
         grid = image.grid
         if grid is not None and (min(grid) < 1 or grid[0] * grid[1] != image.count):
             raise RequestError(f"An image of {image.count} tokens has another grid: {image.grid}.", parameter="images")
-        if len(image.data) != image.count * hidden_size * 4:
+        if len(image.data) != image.count * feature_size * 4:
             raise RequestError(
                 f"An image of {image.count} tokens has {len(image.data)} bytes of features. Expected "
-                f"{image.count * hidden_size * 4}.",
+                f"{image.count * feature_size * 4}.",
                 parameter="images",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.errors import RequestError
-from headrace.models.precision import AUTOS, parse_kv_type, parse_plan, parse_precision
+from headrace.models.precision import AUTOS, check_image_weights, parse_kv_type, parse_plan, parse_precision
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
 
@@ -43,6 +43,7 @@ def check_variant(variant: Variant) -> None:
         raise RequestError("'skip_layers' requires speculation 'self'.", parameter="skip_layers")
     if variant.draft_weights is not None and variant.draft_weights not in AUTOS:
         parse_precision(variant.draft_weights, parameter="draft_weights")
+    check_image_weights(variant.image_weights)
     for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts"):
         value = getattr(variant, name)
         if value is not None and value < 1:

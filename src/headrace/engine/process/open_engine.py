@@ -42,6 +42,7 @@ from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.vision.vision_folder import tower_bytes
 from headrace.models.weight_cache import cache_folder
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
@@ -68,12 +69,14 @@ def open_variant(
     folder: ModelFolder | None = None,
     progress: ProgressCallback | None = None,
     cuts_texts: bool = True,
+    reads_images: bool = False,
     clock: StartClock | None = None,
 ) -> OpenedVariant:
     """Return the opened variant. Raise ModelError or RequestError if it cannot be served.
 
     `folder` is the model's folder, if it is open already. `cuts_texts` says whether prompts are tokenised here, so that
-    the whole tokenizer is read. `clock` records how long each part takes.
+    the whole tokenizer is read, `reads_images` whether a server beside reads images for this model, which takes memory
+    too. `clock` records how long each part takes.
     """
     clock = clock or StartClock()
     check_variant(variant)
@@ -83,7 +86,8 @@ def open_variant(
         _check_recurrent(variant)
     clock.end("folder")
     own = own_module(folder, variant)
-    executor = _load(folder, variant, own, progress)
+    images = tower_bytes(folder.path, variant.image_weights) if reads_images else 0
+    executor = _load(folder, variant, own, progress, images=images)
     clock.end("weights and KV memory")
     spec, capacity = executor.spec, executor.capacity
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
@@ -169,7 +173,7 @@ def _state_pool(most: int, capacity: Capacity, *, reuse: bool, drafts: bool) -> 
 
 
 def _load(
-    folder: ModelFolder, variant: Variant, own: OwnModule | None, progress: ProgressCallback | None
+    folder: ModelFolder, variant: Variant, own: OwnModule | None, progress: ProgressCallback | None, *, images: int
 ) -> CpuExecutor:
     return CpuExecutor.load(
         folder,
@@ -186,6 +190,7 @@ def _load(
         cache=cache_folder() if variant.cache else None,
         adapter_bytes=variant.adapter_memory_bytes,
         own=own,
+        images=images,
         progress=progress,
     )
 

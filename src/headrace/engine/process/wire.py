@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.variant import Variant
 
 VERSION: Final = 6  # of the protocol; peers with different versions disconnect at once
-MOST_FRAME: Final = 64 * 1024 * 1024  # 64 MiB; log-probabilities of a long prompt are the largest messages
+MOST_FRAME: Final = 256 * 1024 * 1024  # 256 MiB; features of images are the largest messages
 _LENGTH: Final = 4  # bytes before each frame
 
 

@@ -72,7 +72,9 @@ def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None, clo
     """Load and serve. Return the exit code, and whether the supervisor is gone."""
     tell = report or _tell
     try:
-        opened = open_variant(config.variant, progress=throttled_progress(tell), cuts_texts=False, clock=clock)
+        opened = open_variant(
+            config.variant, progress=throttled_progress(tell), cuts_texts=False, reads_images=True, clock=clock
+        )
         worker = Worker(opened, config)
     except (HeadraceError, OSError, MemoryError) as error:
         tell(msgspec.json.encode(wire.StartReport(error=str(error) or type(error).__name__)))

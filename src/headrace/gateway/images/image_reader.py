@@ -19,11 +19,13 @@ import numpy as np
 from headrace.config.images_section import ImagesConfig
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.engine.interface.image_rows import ImageRows
+from headrace.engine.process.wire import MOST_FRAME
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
 from headrace.gateway.images.message_images import decode_data_url, template_parts
 from headrace.models.families.vision.vision_tower import TowerSpec
+from headrace.models.precision import AUTO
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.text.user_text import UserText, join
 from headrace.models.vision.image_layout import ImageGrid, ImageTexts
@@ -34,7 +36,7 @@ from headrace.observe import metrics
 if TYPE_CHECKING:
     from headrace.engine.executors.image_encoder import ImageEncoder
 
-_MOST_BYTES: Final = 48 * 1024 * 1024  # of one request's features: they travel in one message to the worker
+_MOST_BYTES: Final = MOST_FRAME // 4 * 3  # of one request's features: they travel in one message to the worker
 
 
 class MeasuredImage(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class MeasuredImage(msgspec.Struct, frozen=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True):
-    """An image of a prompt. `starts`: the first token of each tile."""
+    """An image of a prompt. `starts`: the first token of each run of its tokens."""
 
     image: MeasuredImage
     starts: tuple[int, ...]
@@ -66,7 +68,7 @@ class ImageReader:
         self._tower = vision.tower
         self._layout = vision.layout
         self._encoder = encoder
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._config = config
         self._cache = FeatureCache(config.cache_bytes, name)
         self._running: dict[FeatureKey, asyncio.Future[Tiles]] = {}
@@ -162,18 +164,18 @@ class ImageReader:
                 found.append(token)
                 continue
             image = next(rest)
-            own = self._tokenizer.encode(self._layout.text(image.grid, self._texts), False)
+            own = self.tokenizer.encode(self._layout.text(image.grid, self._texts), False)
             marks = [len(found) + place for place, each in enumerate(own) if each == shown]
             size = image.grid.tile_tokens
-            if len(marks) != size * image.grid.tiles:
+            if len(marks) != image.grid.tokens:
                 raise invalid_request(f"The tokenizer of '{self._name}' does not know the image token.", "messages")
             placed.append(PromptImage(image, tuple(marks[::size])))
             found += own
         return tuple(found), tuple(placed)
 
     def tokens_of(self, image: MeasuredImage) -> int:
-        """Return how many tokens take an image's place, about: those around its tiles are counted as three each."""
-        return image.grid.tiles * (image.grid.tile_tokens + 3)
+        """Return how many tokens take an image's place, about: those around its runs are counted as three each."""
+        return image.grid.runs * (image.grid.tile_tokens + 3)
 
     # Generate
 
@@ -183,15 +185,18 @@ class ImageReader:
         needed = sum(each.tokens for each in images) * self._tower.width * 4
         if needed > _MOST_BYTES:
             raise invalid_request(
-                f"The images' features take {needed} bytes. Expected at most {_MOST_BYTES}. Send fewer images.",
+                f"The images' features take {needed} bytes. Expected at most {_MOST_BYTES}. Send fewer or "
+                "smaller ones.",
                 "messages",
             )
         tiles = await asyncio.gather(*(self._features(tenant, each.image) for each in images))
+        # Features of another precision are others, also for KV that outlives the server.
+        precision = b"" if self._encoder.weights == AUTO else self._encoder.weights.encode()
         return tuple(
             ImageRows(
                 start,
                 each.tile_tokens,
-                hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8])).digest(),
+                hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8]) + precision).digest(),
                 data,
                 each.image.grid.places,
             )
@@ -224,7 +229,7 @@ class ImageReader:
     async def _encoded(self, key: FeatureKey, image: MeasuredImage) -> Tiles:
         began = time.monotonic()
         read = partial(read_tiles, image.data, self._layout, self._config.pixels)
-        features = await asyncio.wrap_future(self._encoder.submit(read))
+        features = await asyncio.wrap_future(self._encoder.submit(read, image.grid))
         metrics.image_seconds.labels(self._name).observe(time.monotonic() - began)
         tiles = tuple(np.ascontiguousarray(tile, dtype="<f4").tobytes() for tile in features)
         self._cache.keep(key, tiles)

@@ -23,6 +23,7 @@ from headrace.errors import ModelError
 from headrace.models.formats.safetensors_file import SafetensorsFile
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.model_folder import ModelFolder, Weights
+from headrace.models.precision import AUTO
 from headrace.variant import Variant
 
 _DIGITS: Final = 10  # hexadecimal
@@ -59,6 +60,8 @@ def of_model(folder: ModelFolder, variant: Variant, *, special_tokens: str = "no
 def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
     # What the other small files say (how an encoder pools) is in the spec.
     yield from _named("variant", msgspec.msgpack.encode((variant.name, folder.spec)))
+    if variant.image_weights != AUTO:
+        yield from _named("image_weights", variant.image_weights.encode())
     for name in _FILES:
         yield from _named(name, _content(folder.path / name))
     parts = (part for parts in folder.sources.values() for part in parts)

@@ -196,6 +196,7 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
         isa=variant.isa,
         arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
+        weights=variant.image_weights,
     )
     return {"images": ImageReader(name, vision, encoder, engine.tokenizer, config.images)}
 

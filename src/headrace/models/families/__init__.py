@@ -46,7 +46,7 @@ from headrace.models.families.recurrent import (
     qwen_next,
 )
 from headrace.models.families.rerankers import RERANKERS, base_of, head_sources, reranker_spec
-from headrace.models.families.vision import idefics3, qwen_vl
+from headrace.models.families.vision import idefics3, llava, qwen3_vl, qwen_vl
 from headrace.models.sentence_files import read_max_tokens, read_pooling
 from headrace.models.spec import ModelSpec
 
@@ -66,8 +66,10 @@ FAMILIES: tuple[Family, ...] = (
     llama,
     llama4,
     idefics3,
+    llava,
     qwen,
     qwen_vl,
+    qwen3_vl,
     qwen_next,
     gemma1,
     gemma,

@@ -17,12 +17,12 @@ class TensorPart(msgspec.Struct, frozen=True):
     inputs]), or one row.
 
     `pairs` is set for queries and keys whose files have the rows of a head in the pairs that the rope rotates: the
-    rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then the
-    second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files. `grouped` is
-    set for queries, keys and values in one tensor, head by head of the keys: the queries of each key, and the rows of a
-    head. `split` is set where the file has rows in groups of such sizes, by turns, and only those at one place of each
-    turn are meant. `transposed` is set for [inputs, outputs], and `flat` for a vector that has more dimensions in the
-    files.
+    rows of a head, and how many of them are rotated. Such rows are put in our order, the first of all pairs, then
+    the second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files.
+    `grouped` is set for queries, keys and values in one tensor, head by head of the keys: the queries of each key,
+    and the rows of a head. `split` is set where the file has rows in groups of such sizes, by turns, and only those
+    at one place of each turn are meant. `transposed` is set for [inputs, outputs], `either_way` where the shape
+    says which of both it is, and `flat` for a vector that has more dimensions in the files.
     """
 
     name: str
@@ -33,6 +33,7 @@ class TensorPart(msgspec.Struct, frozen=True):
     grouped: tuple[int, int] | None = None
     split: tuple[tuple[int, ...], int] | None = None
     transposed: bool = False
+    either_way: bool = False
     flat: bool = False
 
     def row_order(self, rows: int) -> NDArray[np.intp] | None:

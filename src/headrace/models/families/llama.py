@@ -1,6 +1,5 @@
 """Reads Llama 2, 3 and 3.1+, SmolLM2 (a Llama), SmolLM3 (layers without positions), Mistral (a sliding window),
-Ministral (some layers slide), Ministral 3 (queries that grow), the text part of Mistral 3 with vision, and Seed-OSS
-(biases on q, k and v)."""
+Ministral (some layers slide), Ministral 3 (queries that grow), and Seed-OSS (biases on q, k and v)."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import msgspec
 from headrace.models.config_json import MAX_CONTEXT, ConfigJson
 from headrace.models.families.decoder import (
     LLAMA_NAMES,
+    decoder_prefix,
     decoder_spec,
-    find_prefix,
     gated_sliding_window,
     head_size,
     layer_count,
@@ -28,7 +27,6 @@ architectures: tuple[str, ...] = (
     "MistralForCausalLM",
     "MinistralForCausalLM",
     "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
@@ -36,35 +34,15 @@ ignored: tuple[str, ...] = (
     "use_sliding_window",
     "max_window_layers",
     "no_rope_layer_interval",
-    # The image part of a Mistral 3 is not loaded.
-    "vision_config",
-    "image_token_index",
-    "multimodal_projector_bias",
-    "projector_hidden_act",
-    "spatial_merge_size",
-    "vision_feature_layer",
 )
 
-_WINDOWED = (
-    "MistralForCausalLM",
-    "MinistralForCausalLM",
-    "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
-)
+_WINDOWED = ("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM")
 _MINISTRAL3_DEFAULTS: dict[str, object] = {"sliding_window": None, "head_dim": 128, "rms_norm_eps": 1e-5}
-# The text part of a model with images has a longer prefix, which converters have changed over time.
-_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     architecture = architecture_of(config)
     grows = architecture == "Ministral3ForCausalLM"
-    if architecture == "Mistral3ForConditionalGeneration":
-        tied = config.flag("tie_word_embeddings", default=True)
-        config = config.sub("text_config").with_defaults({"tie_word_embeddings": tied})
-        config.refuse("model_type", "the text part must be a Mistral", unless=("mistral", "ministral3"))
-        grows = config.text("model_type", default="mistral") == "ministral3"
-        config.refuse("quantization_config", "it belongs beside text_config, not into it")
     if grows:
         config = config.with_defaults(_MINISTRAL3_DEFAULTS)
     smollm3 = architecture == "SmolLM3ForCausalLM"
@@ -91,9 +69,7 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    prefix = find_prefix(names, _PREFIXES, "embed_tokens.weight")
-    head = find_prefix(names, ("", "language_model."), "lm_head.weight")
-    return named_sources(spec, LLAMA_NAMES, names, prefix=prefix, head=f"{head}lm_head")
+    return named_sources(spec, LLAMA_NAMES, names, prefix=decoder_prefix(names))
 
 
 def _growing(plain: ModelSpec, config: ConfigJson) -> ModelSpec:

@@ -31,7 +31,11 @@ class Size(NamedTuple):
 
 
 class ImageGrid(NamedTuple):
-    """What becomes of an image: it is scaled to `size`, cut into rows and columns of tiles, and scaled to one tile."""
+    """What becomes of an image: it is scaled to `size`, cut into rows and columns of tiles, and scaled to one tile.
+
+    Its tokens are in runs, other tokens between them: one run of `tile_tokens` for each tile, unless `runs` says how
+    many there are.
+    """
 
     resized: Size  # first, to the longest edge
     size: Size  # then, to whole tiles; equal to `resized` where the model does not split
@@ -39,10 +43,22 @@ class ImageGrid(NamedTuple):
     columns: int
     tile_tokens: int
     places: tuple[int, int] | None = None  # rows and columns of a tile's tokens, if ropes turn by them
+    canvas: Size | None = None  # the scaled image lies in the middle of this, padded with black or cropped
+    whole_first: bool = False  # the tile of the whole comes first and is scaled from the file's own pixels
+    kept: tuple[int, int] | None = None  # rows and columns of patches of the scaled image that are no padding
+    line_runs: int = 0  # runs of tokens, if there are others than one for each tile
 
     @property
     def tiles(self) -> int:
         return self.rows * self.columns + 1
+
+    @property
+    def runs(self) -> int:
+        return self.line_runs or self.tiles
+
+    @property
+    def tokens(self) -> int:
+        return self.runs * self.tile_tokens
 
 
 class ImageTexts(NamedTuple):

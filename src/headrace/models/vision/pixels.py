@@ -87,16 +87,30 @@ def read_tiles(data: bytes, layout: ImageLayout, max_pixels: int) -> NDArray[np.
             raise RequestError("The image cannot be decoded: its file is damaged or cut.", parameter="images") from None
     filter = Image.Resampling(layout.resample)
     resized = _scaled(_scaled(pixels, grid.resized, filter), grid.size, filter)
+    shown = np.asarray(resized) if grid.canvas is None else _centred(np.asarray(resized), grid.canvas)
     if not grid.rows:
-        return normalised(np.asarray(resized)[None], layout)
-    height, width = grid.size.height // grid.rows, grid.size.width // grid.columns
+        return normalised(shown[None], layout)
+    height, width = shown.shape[0] // grid.rows, shown.shape[1] // grid.columns
     tiles = [
-        np.asarray(resized)[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        shown[row * height : (row + 1) * height, column * width : (column + 1) * width]
         for row in range(grid.rows)
         for column in range(grid.columns)
     ]
-    tiles.append(np.asarray(_scaled(resized, Size(height, width), filter)))
-    return normalised(np.stack(tiles), layout)
+    whole = np.asarray(_scaled(pixels if grid.whole_first else resized, Size(height, width), filter))
+    return normalised(np.stack([whole, *tiles] if grid.whole_first else [*tiles, whole]), layout)
+
+
+def _centred(pixels: NDArray[np.uint8], canvas: Size) -> NDArray[np.uint8]:
+    """Return the pixels in the middle of a canvas: cropped where it is smaller, black around where it is larger."""
+    found = np.zeros((*canvas, 3), dtype=np.uint8)
+    inner: list[tuple[slice, slice]] = []
+    for size, room in zip(pixels.shape[:2], canvas, strict=True):
+        length = min(size, room)
+        first, start = max((size - room) // 2, 0), max((room - size) // 2, 0)
+        inner.append((slice(first, first + length), slice(start, start + length)))
+    (rows, to_rows), (columns, to_columns) = inner
+    found[to_rows, to_columns] = pixels[rows, columns]
+    return found
 
 
 def _scaled(image: Image.Image, size: Size, filter: Any) -> Image.Image:

@@ -19,13 +19,19 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import find_prefix, named_sources
 from headrace.models.families.vision.towers import has_tower, read_tower
 from headrace.models.families.vision.vision_tower import Connector, TowerSpec, TowerTensor
+from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.model_weights import ModelWeights
+from headrace.models.gguf.gguf_tokenizer import read_tokenizer
+from headrace.models.gguf.gguf_weights import GgufWeights
+from headrace.models.gguf.mmproj import Mmproj, find_mmproj, has_mmproj, read_mmproj
 from headrace.models.model_folder import ModelFolder
-from headrace.models.packing import packed_size
-from headrace.models.precision import WeightPlan, parse_plan
+from headrace.models.packing import packed_matrix_bytes, packed_size
+from headrace.models.precision import AUTO, WeightPlan, check_image_weights, parse_plan
 from headrace.models.text.tokenizer_files import read_folder
 from headrace.models.vision import patch_layout, square_layout
+from headrace.models.vision.clip_layout import read_clip
 from headrace.models.vision.image_layout import ImageLayout, check_preprocessor, read_preprocessor
+from headrace.models.vision.line_layout import read_lines
 from headrace.models.vision.patch_layout import read_patches
 from headrace.models.vision.square_layout import read_square
 from headrace.models.vision.tiled_layout import read_tiled
@@ -34,6 +40,8 @@ _LAYOUTS: Final[dict[Connector, tuple[Callable[[ConfigJson, TowerSpec], ImageLay
     "shuffle": (read_tiled, ()),
     "pool": (read_square, square_layout.IGNORED),
     "merge": (read_patches, patch_layout.IGNORED),
+    "lines": (read_lines, ()),
+    "project": (read_clip, ()),
 }
 
 
@@ -41,23 +49,30 @@ class VisionFolder(NamedTuple):
     tower: TowerSpec
     layout: ImageLayout
     folder: ModelFolder  # of the tower
-    extras: dict[str, NDArray[np.float32]]  # of `tower.extras`, as matrices and vectors
 
     @property
-    def plan(self) -> WeightPlan:
-        return _plan(self.folder)
+    def extras(self) -> dict[str, NDArray[np.float32]]:
+        """Tensors of `tower.extras`, as matrices and vectors. They are read each time."""
+        return {extra.name: _extra(self.folder, extra) for extra in self.tower.extras}
+
+    def plan(self, weights: str = AUTO) -> WeightPlan:
+        """Return the precision of the tower's products: f32, bf16 or int8. "auto" is bf16 where the files hold it, so
+        that f32 would only take more memory, or else f32."""
+        return _plan(self.folder, weights)
 
 
 def has_vision(path: Path) -> bool:
-    """Return whether a model reads images."""
+    """Return whether a model has an image part that Headrace computes, or a second GGUF file that may be one."""
+    if path.is_file():
+        return has_mmproj(path)
     if not path.is_dir() or not (path / "config.json").exists():
         return False
     return has_tower(ConfigJson.read(path / "config.json"))
 
 
-def read_layout(folder: Path, tower: TowerSpec) -> ImageLayout:
+def read_layout(path: Path, tower: TowerSpec) -> ImageLayout:
     """Read how the model's images are prepared. ModelError for a preparation that Headrace does not do exactly."""
-    config = read_preprocessor(folder)
+    config = _mmproj(path).preparation if path.is_file() else read_preprocessor(path)
     read, ignored = _LAYOUTS[tower.connector]
     layout = read(config, tower)
     check_preprocessor(config, ignored)
@@ -66,30 +81,55 @@ def read_layout(folder: Path, tower: TowerSpec) -> ImageLayout:
 
 def open_vision(path: Path) -> VisionFolder:
     """Open the image part of a model. ModelError if anything in it is wrong."""
-    tower, folder, weights = _open_tower(path)
-    extras = {extra.name: _extra(path, weights, extra) for extra in tower.extras}
-    return VisionFolder(tower, read_layout(path, tower), folder, extras)
+    tower, folder = _open_tower(path)
+    _check_extras(folder, tower)
+    return VisionFolder(tower, read_layout(path, tower), folder)
 
 
-def tower_bytes(path: Path) -> int:
-    """Return the bytes of the image part's weights in memory; 0 for a model whose images are not read. Reads no
-    weights."""
+def tower_bytes(path: Path, weights: str = AUTO) -> int:
+    """Return the bytes of the image part's weights in memory, at a precision; 0 for a model whose images are not read.
+    Reads no weights."""
     if not has_vision(path):
         return 0
     try:
-        tower, folder, _ = _open_tower(path)
+        tower, folder = _open_tower(path)
+        _check_extras(folder, tower)
         read_layout(path, tower)
     except ModelError:
         return 0  # the server says why when it opens the model, and serves text
-    plan = _plan(folder)
-    return packed_size(folder.spec, folder.shapes, plan) + sum(4 * math.prod(extra.shape) for extra in tower.extras)
+    plan = _plan(folder, weights)
+    return packed_size(folder.spec, folder.shapes, plan) + sum(_extra_bytes(extra, plan) for extra in tower.extras)
 
 
-def _open_tower(path: Path) -> tuple[TowerSpec, ModelFolder, ModelWeights]:
+def _extra_bytes(extra: TowerTensor, plan: WeightPlan) -> int:
+    if len(extra.shape) < 2 or not extra.is_product:
+        return 4 * math.prod(extra.shape)
+    return packed_matrix_bytes(extra.shape[0], math.prod(extra.shape[1:]), plan.precision(extra.name))
+
+
+def _mmproj(path: Path) -> Mmproj:
+    found = find_mmproj(path)
+    if found is None:
+        raise ModelError("There is no image part (mmproj) beside the file.", path=path)
+    return read_mmproj(found, GgufFile.open(path))
+
+
+def _open_mmproj(path: Path) -> tuple[TowerSpec, ModelFolder]:
+    found = _mmproj(path)
+    spec, weights = found.tower.encoder, GgufWeights(found.file, {})
+    sources = named_sources(
+        spec, found.tower.names, weights.names, prefix=found.tower.prefixes[0], layer=found.tower.layer
+    )
+    folder = ModelFolder(found.file.path, spec, weights, sources, partial(read_tokenizer, found.file))
+    folder.check_shapes()
+    return found.tower, folder
+
+
+def _open_tower(path: Path) -> tuple[TowerSpec, ModelFolder]:
+    if path.is_file():
+        return _open_mmproj(path)
     config = ConfigJson.read(path / "config.json")
     tower = read_tower(config)
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "Headrace does not read the image part of quantised files.")
     weights = ModelWeights.open(path)
     names = weights.names
     prefix = find_prefix(names, tower.prefixes, tower.probe)
@@ -97,23 +137,31 @@ def _open_tower(path: Path) -> tuple[TowerSpec, ModelFolder, ModelWeights]:
     sources = named_sources(spec, tower.names, names, prefix=prefix, layer=tower.layer)
     folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
-    return tower, folder, weights
+    return tower, folder
 
 
-def _plan(folder: ModelFolder) -> WeightPlan:
-    """Return bf16 if the files hold the tower in it, so that f32 would only take more memory."""
-    return parse_plan("bf16" if _stores_bf16(folder) else "f32")
+def _plan(folder: ModelFolder, weights: str) -> WeightPlan:
+    check_image_weights(weights)
+    if weights == AUTO:
+        stored = folder.weights.dense(folder.sources["layers.0.attn.o"][0].name).dtype
+        weights = "bf16" if stored == "bf16" else "f32"
+    return parse_plan(weights, embedder=True)
 
 
-def _stores_bf16(folder: ModelFolder) -> bool:
-    return folder.weights.dense(folder.sources["layers.0.attn.o"][0].name).dtype == "bf16"
+def _check_extras(folder: ModelFolder, tower: TowerSpec) -> None:
+    for extra in tower.extras:
+        name = _extra_name(folder, extra)
+        shape = folder.weights.shape(name)
+        if shape != extra.shape:
+            found, expected = ("x".join(map(str, each)) for each in (shape, extra.shape))
+            raise ModelError(f"Has shape {found}. Expected {expected} from config.json.", path=folder.path, tensor=name)
 
 
-def _extra(path: Path, weights: ModelWeights, extra: TowerTensor) -> NDArray[np.float32]:
-    name = next((name for name in extra.files if name in weights.names), extra.files[0])
-    shape = weights.shape(name)
-    if shape != extra.shape:
-        found, expected = ("x".join(map(str, each)) for each in (shape, extra.shape))
-        raise ModelError(f"Has shape {found}. Expected {expected} from config.json.", path=path, tensor=name)
-    values = weights.dense(name).to_f32()
-    return np.ascontiguousarray(values.reshape(shape[0], -1) if len(shape) > 1 else values)
+def _extra_name(folder: ModelFolder, extra: TowerTensor) -> str:
+    names = folder.weights.names
+    return next((name for name in extra.files if name in names), extra.files[0])
+
+
+def _extra(folder: ModelFolder, extra: TowerTensor) -> NDArray[np.float32]:
+    values = folder.weights.dense(_extra_name(folder, extra)).to_f32() - np.float32(extra.added)
+    return np.ascontiguousarray(values.reshape(extra.shape[0], -1) if len(extra.shape) > 1 else values)

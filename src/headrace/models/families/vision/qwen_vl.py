@@ -32,8 +32,8 @@ ignored: tuple[str, ...] = (
     "spatial_patch_size",
 )
 
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-_TOWERS = ("visual.", "model.visual.")
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+TOWERS = ("visual.", "model.visual.")
 _NAMES: TensorNames = {
     "norm": ("merger.ln_q",),
     "attn.norm": ("norm1",),
@@ -44,20 +44,20 @@ _NAMES: TensorNames = {
     "mlp.up": ("mlp.fc1",),
     "mlp.down": ("mlp.down_proj",),
 }
-_FRAMES = 2  # of a video that one patch spans; an image is two equal frames
+FRAMES = 2  # of a video that one patch spans; an image is two equal frames
 
 
 def spec(config: ConfigJson) -> ModelSpec:
     read_tower(config)
     architecture = architecture_of(config)
-    text = _text(config)
+    text = text_part(config)
     size = head_size(text)
     plain = decoder_spec(
         text,
         family="qwen_vl",
         architecture=architecture,
         layers=qwen.dense_layers(text),
-        ropes=(_rope(text, size),),
+        ropes=(placed_rope(text, size),),
         head_size=size,
         norm_eps=1e-5,
     )
@@ -65,12 +65,12 @@ def spec(config: ConfigJson) -> ModelSpec:
 
 
 def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
-    prefix = find_prefix(names, _PREFIXES, "embed_tokens.weight")
+    prefix = find_prefix(names, PREFIXES, "embed_tokens.weight")
     head = find_prefix(names, ("", "language_model."), "lm_head.weight")
     return named_sources(spec, LLAMA_NAMES, names, prefix=prefix, head=f"{head}lm_head")
 
 
-def _text(config: ConfigJson) -> ConfigJson:
+def text_part(config: ConfigJson) -> ConfigJson:
     """Return the keys of the text part. Older files have them beside vision_config."""
     if not config.has("text_config"):
         return config
@@ -80,20 +80,36 @@ def _text(config: ConfigJson) -> ConfigJson:
     return text
 
 
-def _rope(text: ConfigJson, size: int) -> RopeSpec:
-    rope = read_rope(text, size, default_theta=1_000_000.0, kinds={**KINDS, "mrope": "default"})
+def placed_rope(
+    text: ConfigJson,
+    size: int,
+    *,
+    theta: float = 1_000_000.0,
+    sections: tuple[int, ...] = (16, 24, 24),
+    interleaved: bool = False,
+) -> RopeSpec:
+    """Return a rope whose pairs turn by time, by row and by column: so many each, as `sections` says by default. They
+    follow each other, or take turns."""
+    rope = read_rope(text, size, default_theta=theta, kinds={**KINDS, "mrope": "default"})
     key = "rope_scaling" if text.optional_sub("rope_scaling") is not None else "rope_parameters"
     parameters = text.optional_sub(key)
     pairs = len(rope.inv_freq)
-    sections = (16, 24, 24)  # pairs that turn by time, by row and by column
     if parameters is not None:
         sections = parameters.optional_sizes("mrope_section", minimum=0, maximum=pairs, max_items=3) or sections
     if len(sections) != 3 or sum(sections) != pairs:
         raise (parameters or text).error(
             "mrope_section", f"Expected three numbers with the sum {pairs}, half of a head's dims."
         )
-    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return msgspec.structs.replace(rope, axes=axes)
+    if parameters is not None:
+        order = "take turns" if interleaved else "follow each other"
+        parameters.refuse("mrope_interleaved", f"pairs must {order}", unless=(None, interleaved))
+    if not interleaved:
+        return msgspec.structs.replace(rope, axes=tuple(a for a, count in enumerate(sections) for _ in range(count)))
+    axes = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], pairs), 3):
+            axes[pair] = axis
+    return msgspec.structs.replace(rope, axes=tuple(axes))
 
 
 def read_tower(config: ConfigJson) -> TowerSpec:
@@ -102,7 +118,7 @@ def read_tower(config: ConfigJson) -> TowerSpec:
     newer = architecture_of(config) == _QWEN25
     patch_size = vision.size("patch_size", maximum=MAX_SIDE, default=14)
     scale = vision.size("spatial_merge_size", maximum=64, default=2)
-    vision.refuse("temporal_patch_size", "an image must be two equal frames", unless=(None, _FRAMES))
+    vision.refuse("temporal_patch_size", "an image must be two equal frames", unless=(None, FRAMES))
     for key in ("in_channels", "in_chans"):
         vision.refuse(key, "images have three channels", unless=(None, 3))
     window = 0
@@ -120,7 +136,7 @@ def read_tower(config: ConfigJson) -> TowerSpec:
         if newer
         else vision.size("embed_dim", maximum=MAX_HIDDEN, default=1280)
     )
-    text_width = _text(config).size("hidden_size", maximum=MAX_HIDDEN)
+    text_width = text_part(config).size("hidden_size", maximum=MAX_HIDDEN)
     width = vision.size("out_hidden_size" if newer else "hidden_size", maximum=MAX_HIDDEN, default=3584)
     if width != text_width:
         raise vision.error("hidden_size", f"Features have {width} values, and the text part takes {text_width}.")
@@ -129,7 +145,7 @@ def read_tower(config: ConfigJson) -> TowerSpec:
     merged = hidden * scale**2
 
     def extra(name: str, stem: str, shape: tuple[int, ...]) -> TowerTensor:
-        return TowerTensor(name, tuple(f"{prefix}{stem}" for prefix in _TOWERS), shape)
+        return TowerTensor(name, tuple(f"{prefix}{stem}" for prefix in TOWERS), shape)
 
     return TowerSpec(
         encoder=encoder,
@@ -141,11 +157,11 @@ def read_tower(config: ConfigJson) -> TowerSpec:
         image_token=image_token,
         mark_token=image_token,
         names=_NAMES if newer else {**_NAMES, "mlp.down": ("mlp.fc2",)},
-        prefixes=_TOWERS,
+        prefixes=TOWERS,
         layer="blocks",
         probe="patch_embed.proj.weight",
         extras=(
-            extra("patch", "patch_embed.proj.weight", (hidden, 3, _FRAMES, patch_size, patch_size)),
+            extra("patch", "patch_embed.proj.weight", (hidden, 3, FRAMES, patch_size, patch_size)),
             extra("merge", "merger.mlp.0.weight", (merged, merged)),
             extra("merge.bias", "merger.mlp.0.bias", (merged,)),
             extra("projection", "merger.mlp.2.weight", (width, merged)),
@@ -187,12 +203,12 @@ def _encoder(
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        ropes=(_tower_rope(vision, size),),
+        ropes=(patch_rope(vision, size),),
         attention_scale=size**-0.5,
     )
 
 
-def _tower_rope(vision: ConfigJson, size: int) -> RopeSpec:
+def patch_rope(vision: ConfigJson, size: int) -> RopeSpec:
     """Return the rope of patches: half of a head's pairs turn by the row, the other half by the column."""
     parameters = vision.optional_sub("rope_parameters")
     theta = 10_000.0

@@ -7,12 +7,14 @@ from typing import Final
 
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.family import architecture_of
-from headrace.models.families.vision import gemma3_tower, idefics3, qwen_vl
+from headrace.models.families.vision import gemma3_tower, idefics3, llava, qwen3_vl, qwen_vl
 from headrace.models.families.vision.vision_tower import TowerSpec
 
 _READERS: Final[dict[str, Callable[[ConfigJson], TowerSpec]]] = {
     **dict.fromkeys(idefics3.architectures, idefics3.read_tower),
+    **dict.fromkeys(llava.architectures, llava.read_tower),
     **dict.fromkeys(qwen_vl.architectures, qwen_vl.read_tower),
+    **dict.fromkeys(qwen3_vl.architectures, qwen3_vl.read_tower),
     gemma3_tower.ARCHITECTURE: gemma3_tower.read_tower,
 }
 

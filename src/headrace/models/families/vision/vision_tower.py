@@ -28,8 +28,9 @@ SIGLIP_NAMES: Final[TensorNames] = {
 }
 
 # What becomes of a tower's features: squares of them side by side and projected (Idefics3), their means normalised and
-# projected (Gemma 3), or squares side by side through two products (Qwen-VL).
-Connector = Literal["shuffle", "pool", "merge"]
+# projected (Gemma 3), squares side by side through two products (Qwen-VL), the same with line ends in the prompt after
+# each row (Pixtral), or each of them through two products, without a tile's class (CLIP in LLaVA).
+Connector = Literal["shuffle", "pool", "merge", "lines", "project"]
 
 
 class TowerTensor(msgspec.Struct, frozen=True):
@@ -38,6 +39,12 @@ class TowerTensor(msgspec.Struct, frozen=True):
     name: str  # ours
     files: tuple[str, ...]  # names that the files may use
     shape: tuple[int, ...]
+    added: float = 0.0  # to what is meant, in the files
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it takes the precision of the tower's products: a product of features, after the tower."""
+        return self.name.rpartition(".")[2] in ("merge", "projection", "square")
 
 
 class TowerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +61,10 @@ class TowerSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_token: int  # of the vocabulary: features take its place
     mark_token: int  # what the chat template writes for an image
     end_token: int | None = None  # comes after an image, if the template does not write it
+    keeps_class: bool = False  # a tile's features begin with that of the tile as a whole
+    tilings: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that an image may be laid out in
+    merge_eps: float = 1e-5  # of the norm before squares of patches become one
+    opening: Literal["gelu", "gelu_tanh", "silu"] = "gelu"  # between the two products of "lines" and "project"
 
     names: TensorNames
     prefixes: tuple[str, ...]  # of the tower's names in the files
@@ -68,7 +79,7 @@ class TowerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tile_tokens(self) -> int:
-        return (self.side // self.scale) ** 2
+        return (self.side // self.scale) ** 2 + self.keeps_class
 
 
 def siglip_encoder(vision: ConfigJson, architecture: str, *, defaults: dict[str, int]) -> tuple[ModelSpec, int, int]:
