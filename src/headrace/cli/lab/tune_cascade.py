@@ -147,10 +147,13 @@ def _semantic_bound(pairs: list[JudgedPair], encoder: str, delta: float, agree: 
     from headrace.llm import LLM
 
     asked = [pair for pair in pairs if pair.question.strip()][:MOST_QUESTIONS]
+    questions = [pair.question for pair in asked]
     with LLM(encoder) as model:
-        vectors = model.embed([pair.question for pair in asked], truncate=True)
+        vectors = model.embed(questions, truncate=True)
     answers = [pair.answer for pair in asked]
-    return fit_semantic_bound(vectors, answers, lambda one, other: lexical_overlap(one, other) >= agree, delta=delta)
+    return fit_semantic_bound(
+        questions, vectors, answers, lambda one, other: lexical_overlap(one, other) >= agree, delta=delta
+    )
 
 
 def _write(
