@@ -10,14 +10,13 @@ does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -29,6 +28,7 @@ from headrace.engine.process.client_errors import OverloadedError, WorkerLostErr
 from headrace.engine.process.kept_prefixes import KeptPrefixes
 from headrace.engine.process.output_stream import OutputStream
 from headrace.engine.process.replica_choice import SEQUENCE_COST, ReplicaRouter, eligible, prefix_keys
+from headrace.engine.process.replica_links import ReplicaLinks
 from headrace.engine.process.submission import (
     ClientTimeouts,
     Replica,
@@ -38,7 +38,7 @@ from headrace.engine.process.submission import (
     submit_message,
     why_wrong,
 )
-from headrace.engine.process.worker_address import WorkerAddressError, WorkerTls, parse_address
+from headrace.engine.process.worker_address import WorkerTls, parse_address
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.engine.process.worker_questions import WorkerQuestions
 from headrace.errors import HeadraceError, RequestError
@@ -68,7 +68,7 @@ class EngineClient:
         same."""
         self._waits = waits or ClientTimeouts()
         self._most = most_requests
-        self._tls = tls
+        self._links = ReplicaLinks(self, self._waits, tls)
         self._fingerprint = fingerprint
         self._routes = ReplicaRouter()
         self._replica_numbers = itertools.count()
@@ -102,7 +102,7 @@ class EngineClient:
         """Connect to every replica, and reconnect whenever a worker is lost."""
         self._running = True
         for replica in self._replicas:
-            replica.task = asyncio.create_task(self._keep(replica))
+            replica.task = asyncio.create_task(self._links.keep(replica))
 
     def add_replica(self, address: str | PathLike[str], *, standby: bool = False, discovered: bool = False) -> None:
         """Send requests to another replica too, once it is connected. `discovered`: a registry named it."""
@@ -110,7 +110,7 @@ class EngineClient:
         self._routes.add(replica.number, str(replica.address) if replica.address.is_remote else "")
         self._replicas.append(replica)
         if self._running:
-            replica.task = asyncio.create_task(self._keep(replica))
+            replica.task = asyncio.create_task(self._links.keep(replica))
 
     def retire_replica(self, address: str | PathLike[str]) -> None:
         """Send a replica nothing more. Its requests go on there."""
@@ -431,7 +431,8 @@ class EngineClient:
 
     # Messages
 
-    def _on_message(self, replica: Replica, message: wire.WorkerMessage) -> None:
+    def take(self, replica: Replica, message: wire.WorkerMessage) -> None:
+        """Part of LinkOwner."""
         replica.unanswered = 0
         match message:
             case wire.Outputs(items):
@@ -512,44 +513,8 @@ class EngineClient:
 
     # Connections
 
-    async def _keep(self, replica: Replica) -> None:
-        """Connect, watch and reconnect until the client closes."""
-        waits, wait, told = self._waits, self._waits.reconnect, False
-        most = waits.reconnect_most_remote if replica.address.is_remote else waits.reconnect_most
-        while not self._closing:
-            try:
-                connection = await WorkerConnection.open(
-                    replica.address, lambda message: self._on_message(replica, message), tls=self._tls
-                )
-            except (OSError, WorkerAddressError) as error:
-                if replica.address.is_remote and not told:
-                    log.warning("cannot connect to the worker at %s: %s", replica.address, error or "timeout")
-                    told = True
-                await asyncio.sleep(wait)
-                wait = min(wait * 1.5, most)
-                continue
-            try:
-                replica.greeting = asyncio.get_running_loop().create_future()
-                connection.send(wire.Hello(wire.VERSION))
-                welcome = await _wait_unless_closed(connection.closed, replica.greeting, self._waits.silence)
-                if welcome is not None and self._accept(replica, connection, welcome):
-                    wait, told = waits.reconnect, False
-                    await self._watch(replica, connection)
-                else:
-                    if replica.wrong is not None and not told:
-                        log.warning("%s", replica.wrong)
-                        told = True
-                    await asyncio.sleep(wait)
-                    wait = min(wait * 1.5, most)
-            finally:
-                connection.abort()
-                replica.connection = None
-                self._routes.forget(replica.number)
-                if not self._closing:
-                    self._recover(replica)
-
-    def _accept(self, replica: Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
-        """Return whether the worker speaks our protocol version and gives the same bytes as the others."""
+    def accept(self, replica: Replica, connection: WorkerConnection, welcome: wire.Welcome) -> bool:
+        """Part of LinkOwner: whether the worker speaks our protocol version and gives the same bytes as the others."""
         if all(each.connection is None for each in self._replicas):
             self._variant = None  # no stream has to continue where another began
         self._variant = self._variant or served_by(welcome)
@@ -563,28 +528,8 @@ class EngineClient:
         self._changed.set()
         return replica.connection is not None
 
-    async def _watch(self, replica: Replica, connection: WorkerConnection) -> None:
-        """Return when the worker is gone, or does not answer pings."""
-        replica.unanswered = 0
-        while not connection.closed.done():
-            silent = replica.unanswered * self._waits.ping > self._waits.silence
-            if silent and (replica.submissions or replica.address.is_remote):
-                return  # a network that was cut says nothing
-            connection.send(wire.Ping(replica.unanswered))
-            replica.unanswered += 1
-            await asyncio.wait({connection.closed}, timeout=self._waits.ping)
-
-
-T = TypeVar("T")
-
-
-async def _wait_unless_closed(ended: asyncio.Future[None], awaited: Awaitable[T], seconds: float) -> T | None:
-    """Return the awaited value, or None if the connection ends or the time is over first."""
-    task = asyncio.ensure_future(awaited)
-    await asyncio.wait({ended, task}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        return task.result()
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    return None
+    def lose(self, replica: Replica) -> None:
+        """Part of LinkOwner."""
+        self._routes.forget(replica.number)
+        if not self._closing:
+            self._recover(replica)
