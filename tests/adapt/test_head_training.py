@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.adapt.head_examples import HeadExample, HeadModel, batches, choose_vocabulary
 from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
 from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.head_run import AnswerFile, HeadJob, HeadRun
 from headrace.adapt.head_training import HeadTraining
 from headrace.engine.speculation.joined_layer import eagle_layer
 from headrace.engine.speculation.layer_drafter import LayerDrafter
@@ -110,7 +111,11 @@ def test_training_raises_the_acceptance_of_what_is_learnt(recorded: Any, kind: s
     )
     losses: list[float] = []
     training = HeadTraining(
-        network, model, recipe, learns_states=kind == "eagle", watch=lambda step, steps, loss: losses.append(loss)
+        network,
+        model,
+        recipe,
+        learns_states=kind == "eagle",
+        watch=lambda _step, _steps, loss, _tokens: losses.append(loss),
     )
     before = training.acceptance(examples, 2)
     training.run(examples)
@@ -132,7 +137,11 @@ def test_answers_shorter_than_the_drafts_are_learnt(recorded: Any, kind: str) ->
     losses: list[float] = []
     recipe = HeadRecipe(depth=4, epochs=8, batch=2, rate=4e-3)
     HeadTraining(
-        network, model, recipe, learns_states=kind == "eagle", watch=lambda step, steps, loss: losses.append(loss)
+        network,
+        model,
+        recipe,
+        learns_states=kind == "eagle",
+        watch=lambda _step, _steps, loss, _tokens: losses.append(loss),
     ).run(short)
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
@@ -179,3 +188,60 @@ def test_epochs_have_their_own_order_and_every_answer() -> None:
 def test_recipes_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         HeadRecipe(**wrong).check()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_training_that_was_killed_continues_with_the_same_numbers(kind: str, recorded: Any, tmp_path: Path) -> None:
+    _, spec, model, examples = recorded
+    recipe = HeadRecipe(depth=2, epochs=3, batch=1, rate=1e-3)
+
+    def begin(run: HeadRun | None, watch: Any) -> tuple[HeadTraining, dict[str, Any]]:
+        config = ConfigJson(eagle_config(spec, base="tiny"), path=Path())
+        network = (
+            MedusaNetwork(spec, 2) if kind == "medusa" else EagleNetwork(eagle_spec(config, spec, spec.vocab_size), 3)
+        )
+        job = HeadTraining(
+            network, model, recipe, learns_states=kind == "eagle", run=run, watch=watch, checkpoint_s=0.0
+        )
+        return job, network.trained
+
+    whole, expected = begin(None, lambda *_: None)
+    whole.run(examples)
+    job = HeadJob("model", kind, recipe, "auto", 64, 24, "prompts")
+    run = HeadRun.open(tmp_path / "run", job, spec.hidden_size, restart=False)
+
+    def kill(step: int, *_: Any) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    killed, _ = begin(run, kill)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(examples)
+    again, found = begin(HeadRun.open(tmp_path / "run", job, spec.hidden_size, restart=False), lambda *_: None)
+    again.run(examples)
+    assert again.resumed == 5
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+
+
+def test_a_batch_of_answers_that_was_cut_does_not_count(tmp_path: Path) -> None:
+    def answer(*tokens: int) -> HeadExample:
+        return HeadExample(np.array(tokens), np.array([[token, -token] for token in tokens], dtype=np.float32))
+
+    file = AnswerFile(tmp_path, "train", 2)
+    file.add([answer(5, 6, 7), answer(1)], 3)
+    length = (tmp_path / "train.jsonl").stat().st_size
+    file.add([answer(8, 9)], 1)
+    content = (tmp_path / "train.jsonl").read_bytes()
+    for cut in range(length, len(content)):
+        (tmp_path / "train.jsonl").write_bytes(content[:cut])
+        again = AnswerFile(tmp_path, "train", 2)
+        assert (again.prompts, again.tokens) == (3, 4)
+        assert (tmp_path / "train.states").stat().st_size == 4 * 2 * 4
+        again.add([answer(3, 4)], 2)
+        third = AnswerFile(tmp_path, "train", 2)
+        assert third.prompts == 5
+        assert [each.tokens.tolist() for each in third.examples(2)] == [[3, 4], [5, 6, 7]]
+        assert [each.states.tolist() for each in third.examples(3)] == [[[5, -5], [6, -6], [7, -7]]]
+        (tmp_path / "train.states").write_bytes((tmp_path / "train.states").read_bytes()[:32])

@@ -1,6 +1,6 @@
 """Trains draft heads on answers that their model wrote, and measures how many drafts the model would accept.
 
-The same examples, settings and threads give the same heads. Reads and writes no files.
+The same examples, settings and threads give the same heads, also if a run continues another that was killed.
 """
 
 # torch's own types are incomplete.
@@ -8,6 +8,7 @@ The same examples, settings and threads give the same heads. Reads and writes no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from headrace.adapt.head_examples import HeadExample, HeadModel, batches
 from headrace.adapt.head_networks import HeadNetwork
 from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.head_run import HeadRun
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.errors import RequestError
 
@@ -41,7 +43,7 @@ class _Batch(NamedTuple):
     texts: Tensor  # [rows, length] whether there is a token after each
 
 
-Watch = Callable[[int, int, float], None]  # step, steps, loss
+Watch = Callable[[int, int, float, int], None]  # step, steps, loss, tokens of the step
 
 
 class HeadTraining:
@@ -52,13 +54,19 @@ class HeadTraining:
         recipe: HeadRecipe,
         *,
         learns_states: bool,
-        watch: Watch = lambda _step, _steps, _loss: None,
+        run: HeadRun | None = None,
+        watch: Watch = lambda _step, _steps, _loss, _tokens: None,
+        checkpoint_s: float = 60.0,
     ) -> None:
-        """`learns_states`: predicted states are drafted from, so their error counts too."""
+        """`learns_states`: predicted states are drafted from, so their error counts too. `run` is where checkpoints
+        are, one every `checkpoint_s`."""
         self._network = network
         self._recipe = recipe
         self._learns_states = learns_states
         self._watch = watch
+        self._run = run
+        self._checkpoint_s = checkpoint_s
+        self.resumed = 0  # steps that another run did
         self._head = torch.from_numpy(model.head)
         self._embeddings = torch.from_numpy(model.embeddings)
         self._embedded = model.embedded
@@ -74,9 +82,14 @@ class HeadTraining:
         optimiser = torch.optim.AdamW(values, lr=recipe.rate, betas=_BETAS, weight_decay=0.0)
         steps = recipe.epochs * -(-len(examples) // recipe.batch)
         schedule = AdaptRecipe()  # the same rise and fall of the rate
+        self.resumed = self._restore(optimiser)
         step = 0
+        saved_at = time.monotonic()
         for epoch in range(recipe.epochs):
             for rows in batches(examples, recipe.batch, recipe.seed, epoch):
+                if step < self.resumed:
+                    step += 1
+                    continue
                 for group in optimiser.param_groups:
                     group["lr"] = recipe.rate * schedule.share_of_rate(step, steps)
                 loss = self._loss(self._batch(rows))
@@ -85,7 +98,37 @@ class HeadTraining:
                 torch.nn.utils.clip_grad_norm_(values, 1.0)
                 optimiser.step()
                 step += 1
-                self._watch(step, steps, float(loss.detach()))
+                if self._run is not None and (step == steps or time.monotonic() - saved_at >= self._checkpoint_s):
+                    self._save(self._run, step, optimiser)
+                    saved_at = time.monotonic()
+                self._watch(step, steps, float(loss.detach()), sum(len(row.tokens) for row in rows))
+
+    def _save(self, run: HeadRun, step: int, optimiser: torch.optim.Optimizer) -> None:
+        trained = self._network.trained
+        run.save(
+            step,
+            {
+                "trained": {name: value.detach().numpy() for name, value in trained.items()},
+                "mean": {name: optimiser.state[value]["exp_avg"].numpy() for name, value in trained.items()},
+                "square": {name: optimiser.state[value]["exp_avg_sq"].numpy() for name, value in trained.items()},
+            },
+        )
+
+    @torch.no_grad()
+    def _restore(self, optimiser: torch.optim.Optimizer) -> int:
+        """Continue from the checkpoint. Return the steps that were done."""
+        found = None if self._run is None else self._run.load()
+        if found is None:
+            return 0
+        step, groups = found
+        for name, value in self._network.trained.items():
+            value.copy_(torch.from_numpy(groups["trained"][name]))
+            optimiser.state[value] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.from_numpy(groups["mean"][name]),
+                "exp_avg_sq": torch.from_numpy(groups["square"][name]),
+            }
+        return step
 
     @torch.no_grad()
     def acceptance(self, examples: Sequence[HeadExample], depth: int) -> HeadAcceptance:

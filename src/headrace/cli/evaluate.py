@@ -180,6 +180,11 @@ class EvaluationBar:
         self._terminal = self._progress.console.is_terminal
         self._task: TaskID | None = None
         self._begin = self._last = time.monotonic()
+        self._first = 0
+
+    def start_from(self, done: int) -> None:
+        """Let the time left follow from what is done from now on: `done` was done before."""
+        self._begin, self._first = time.monotonic(), done
 
     def __enter__(self) -> EvaluationBar:
         if self._terminal:
@@ -197,13 +202,14 @@ class EvaluationBar:
             self._show_plain(state)
             return
         if self._task is None:
-            self._task = self._progress.add_task(state.variant, total=state.total)
+            self._task = self._progress.add_task(state.variant, total=state.total, completed=self._first)
         self._progress.update(self._task, completed=state.done, description=state.variant)
 
     def _show_plain(self, state: EvaluationProgress) -> None:
         now = time.monotonic()
-        if state.done == 0 or now - self._last < _PLAIN_EVERY:
+        done = state.done - self._first
+        if done <= 0 or now - self._last < _PLAIN_EVERY:
             return
         self._last = now
-        left = (now - self._begin) * (state.total - state.done) / state.done
+        left = (now - self._begin) * (state.total - state.done) / done
         print(f"{state.variant}: {state.done / state.total:.0%}, about {seconds(left)} left", file=sys.stderr)

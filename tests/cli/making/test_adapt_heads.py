@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.adapt.head_examples import HeadExample
+from headrace.adapt.head_training import HeadTraining
 from headrace.cli import main
 from headrace.cli.making import adapt_heads
 from headrace.errors import RequestError
@@ -68,7 +70,7 @@ def test_prompts_have_room_beside_the_longest_answers(
 ) -> None:
     made: list[dict[str, Any]] = []
 
-    def record(llm: LLM, documents: Any, most: int, watch: Any) -> list[HeadExample]:
+    def record(llm: LLM, documents: Any, most: int, file: Any, watch: Any) -> list[HeadExample]:
         context = llm.opened.executor.capacity.context
         made.append({"context": context, "most": most})
         states = np.ones((8, llm.opened.executor.spec.hidden_size), np.float32)
@@ -88,9 +90,56 @@ def test_unfinished_work_of_another_run_is_left_alone(
     partial.mkdir()
     (partial / "checkpoint").write_text("of an adapter")
     assert train(tiny_folder, data, tmp_path / "heads", "--heads", "medusa") == 2
-    assert "heads.partial has unfinished work. Choose another name" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "heads.partial has unfinished work of another run. Choose another name" in said
     assert (partial / "checkpoint").read_text() == "of an adapter"
     assert not (tmp_path / "heads").exists()
+
+
+def test_a_command_that_was_killed_continues(
+    tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+    generate = LLM.generate
+
+    def counted(llm: LLM, prompts: Any, **options: Any) -> Any:
+        asked.append(len(prompts))
+        if killed == "asking" and len(asked) == 2:
+            raise KeyboardInterrupt
+        return generate(llm, prompts, **options)
+
+    def learn(training: HeadTraining, examples: Any) -> None:
+        if killed == "learning":
+            raise KeyboardInterrupt
+        run(training, examples)
+
+    run = HeadTraining.run
+    monkeypatch.setattr(LLM, "generate", counted)
+    monkeypatch.setattr(HeadTraining, "run", learn)
+    monkeypatch.setattr(adapt_heads, "_AT_ONCE", 1)
+    expected: list[int] = [1, 1, 1]  # two prompts to learn from and one held out
+    killed = ""
+    assert train(tiny_folder, data, tmp_path / "whole", "--heads", "medusa") == 0
+    assert asked == expected
+    out = tmp_path / "heads"
+    for when, left in (("asking", [1, 1]), ("learning", [1, 1]), ("", [])):
+        killed = when
+        asked.clear()
+        with contextlib.suppress(KeyboardInterrupt):
+            train(tiny_folder, data, out, "--heads", "medusa")
+        assert asked == left
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    for name in names:
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    capsys.readouterr()
+    killed = "learning"
+    with contextlib.suppress(KeyboardInterrupt):
+        train(tiny_folder, data, tmp_path / "other", "--heads", "medusa")
+    assert train(tiny_folder, data, tmp_path / "other", "--heads", "eagle") == 2
+    assert "pass --restart to begin again" in " ".join(capsys.readouterr().err.split())
+    killed = ""
+    assert train(tiny_folder, data, tmp_path / "other", "--heads", "eagle", "--restart") == 0
 
 
 def test_a_training_that_fails_leaves_nothing(

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from headrace.adapt.head_recipe import HeadRecipe
 from headrace.adapt.modules import parse_targets
-from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, require_torch
+from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, prepare_torch
 from headrace.adapt.training_rows import TrainingRow, hold_out
 from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
@@ -147,7 +147,7 @@ def adapt(
     gate_prompts
         Held-out prompts to ask, at most.
     restart
-        Begin again, though OUT.partial has a checkpoint.
+        Begin again, though OUT.partial has a checkpoint, or answers for heads.
     heads
         Train draft heads that make the model faster, instead of the model: medusa or eagle. They learn from the
         model's own answers to the prompts in --data, with --epochs (default 10), --batch, --rate, --seed and --base
@@ -161,7 +161,7 @@ def adapt(
     threads
         Threads. Default: the machine's cores. Equal numbers of threads give equal results.
     """
-    require_torch()
+    prepare_torch()
     folder = open_model(find_model(model))
     cores = threads or usable_cores()
     if heads is not None:
@@ -187,6 +187,7 @@ def adapt(
             vocabulary=vocabulary,
             answer_tokens=answer_tokens,
             threads=cores,
+            restart=restart,
         )
         return
     recipe = AdaptRecipe(

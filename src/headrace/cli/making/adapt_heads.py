@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from headrace.adapt.head_examples import HeadExample, HeadModel, choose_vocabulary
 from headrace.adapt.head_recipe import HeadRecipe
+from headrace.adapt.head_run import AnswerFile, HeadJob, HeadRun
 from headrace.adapt.training_rows import hold_out
 from headrace.bench.evaluation.documents import Document, read_prompts
 from headrace.bench.evaluation.evaluation import EvaluationProgress
@@ -26,8 +28,10 @@ from headrace.errors import RequestError
 from headrace.llm import LLM
 from headrace.models.config_json import ConfigJson
 from headrace.models.draft_heads import eagle_config, eagle_spec, write_eagle, write_medusa
+from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.weight_cache import cache_folder
 
 _HELD_OUT: Final = 0.1
 _LEAST_TOKENS: Final = 4  # of an answer that is learnt
@@ -52,6 +56,7 @@ def train_heads(
     vocabulary: int,
     answer_tokens: int,
     threads: int,
+    restart: bool,
 ) -> None:
     recipe.check()
     check_can_draft(folder.spec, model)
@@ -59,8 +64,6 @@ def train_heads(
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
     if out.exists():
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
-    if (partial := _partial(out)).exists():
-        raise RequestError(f"{partial} has unfinished work. Choose another name, or remove it first.", parameter="out")
     longest = min(_LONGEST_ANSWER, folder.spec.context // 2)
     if not _SHORTEST_ANSWER <= answer_tokens <= longest:
         why = ", half of the model's context" if longest < _LONGEST_ANSWER else ""
@@ -79,7 +82,17 @@ def train_heads(
     from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
     from headrace.adapt.head_training import HeadTraining
 
-    with _finished(out) as partial:
+    job = HeadJob(
+        model=content_digest(folder.weights.files, index_dir=cache_folder()),
+        kind=kind,
+        recipe=recipe,
+        weights=weights,
+        vocabulary=vocabulary,
+        answer_tokens=answer_tokens,
+        prompts=hashlib.sha256(repr((asked, held)).encode()).hexdigest(),
+    )
+    run = HeadRun.open(out.with_name(out.name + _PARTIAL), job, folder.spec.hidden_size, restart=restart)
+    with _finished(out, run) as partial:
         with (
             EvaluationBar() as bar,
             LLM(
@@ -94,11 +107,16 @@ def train_heads(
         ):
             total = len(asked) + len(held)
 
-            def asking(done: int) -> None:
-                bar.show(EvaluationProgress("the model's own answers", done, total))
+            pace = _Pace(run.train.tokens + run.held_out.tokens)
 
-            train = _record(llm, asked, answer_tokens, asking)
-            kept = _record(llm, held, answer_tokens, lambda done: asking(len(asked) + done))
+            def asking() -> None:
+                speed = pace.after(run.train.tokens + run.held_out.tokens)
+                done = run.train.prompts + run.held_out.prompts
+                bar.show(EvaluationProgress(f"the model's own answers{speed}", done, total))
+
+            bar.start_from(run.train.prompts + run.held_out.prompts)
+            train = _record(llm, asked, answer_tokens, run.train, asking)
+            kept = _record(llm, held, answer_tokens, run.held_out, asking)
             tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, vocabulary)
             products = llm.opened.executor.products
             embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
@@ -112,13 +130,18 @@ def train_heads(
             else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(every)), recipe.seed)
         )
         with EvaluationBar() as bar:
+            pace, learnt = _Pace(0), 0
 
-            def training(step: int, steps: int, loss: float) -> None:
-                bar.show(EvaluationProgress(f"loss {loss:.3f}", step, steps))
+            def training(step: int, steps: int, loss: float, tokens: int) -> None:
+                nonlocal learnt
+                if step == training_job.resumed + 1:
+                    bar.start_from(training_job.resumed)
+                learnt += tokens
+                bar.show(EvaluationProgress(f"loss {loss:.3f}{pace.after(learnt)}", step, steps))
 
-            job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", watch=training)
-            job.run(train)
-        found = job.acceptance(kept, recipe.depth)
+            training_job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", run=run, watch=training)
+            training_job.run(train)
+        found = training_job.acceptance(kept, recipe.depth)
         if isinstance(network, MedusaNetwork):
             write_medusa(partial, network.heads(tokens), base=model)
         else:
@@ -130,6 +153,8 @@ def train_heads(
         ]
         (partial / "README.md").write_text(_card(kind, recipe, lines, found.by_draft, len(every)), encoding="utf-8")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    if training_job.resumed:
+        print(f"Continued after step {training_job.resumed}.", file=sys.stderr)
     console.print(f"{out}: {' '.join(lines)}", soft_wrap=True)
     table = Table("draft", "accepted, if those before it were", box=None)
     for place, share in enumerate(found.by_draft, start=1):
@@ -138,20 +163,30 @@ def train_heads(
     console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
 
 
-def _partial(out: Path) -> Path:
-    return out.with_name(out.name + _PARTIAL)
+class _Pace:
+    """Tokens per second of this command, as text."""
+
+    def __init__(self, tokens: int) -> None:
+        """`tokens` were done before."""
+        self._tokens = tokens
+        self._began = time.monotonic()
+
+    def after(self, tokens: int) -> str:
+        done = tokens - self._tokens
+        return f", {done / max(1e-3, time.monotonic() - self._began):,.0f} tokens/s" if done else ""
 
 
 @contextmanager
-def _finished(out: Path) -> Generator[Path]:
-    """Yield a new folder that becomes `out` when it is complete, and is removed if something fails."""
-    partial = _partial(out)
-    partial.mkdir(parents=True)
+def _finished(out: Path, run: HeadRun) -> Generator[Path]:
+    """Yield the run's folder, which becomes `out` when it is complete. If something fails, it stays to be continued,
+    unless it has no work yet."""
     try:
-        yield partial
-        partial.rename(out)
+        yield run.path
+        run.clear()
+        run.path.rename(out)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not run.has_work:
+            run.remove()
         raise
 
 
@@ -165,20 +200,24 @@ def _prompts(data: Path, held_out: Path | None, seed: int) -> tuple[list[Documen
     return [documents[at] for at in train], [documents[at] for at in held]
 
 
-def _record(llm: LLM, documents: Sequence[Document], most: int, watch: Callable[[int], None]) -> list[HeadExample]:
-    """Return the model's own answers to prompts, with their hidden states, in an order of their own."""
-    recorder = StateRecorder()
-    llm.opened.engine.draft_with(Speculator(recorder))
+def _record(
+    llm: LLM, documents: Sequence[Document], most: int, file: AnswerFile, watch: Callable[[], None]
+) -> list[HeadExample]:
+    """Return the model's own answers to prompts, with their hidden states, in an order of their own. `file` has some
+    of them already and gets the others."""
     room = llm.opened.executor.capacity.context - most
     prompts = [_prompt(llm.tokenizer, each)[-room:] for each in documents]
-    for start in range(0, len(prompts), _AT_ONCE):
-        llm.generate(prompts[start : start + _AT_ONCE], max_tokens=most, temperature=0.0)
-        watch(min(start + _AT_ONCE, len(prompts)))
-    answers = [each for each in recorder.answers if len(each.tokens) >= _LEAST_TOKENS]
+    for start in range(file.prompts, len(prompts), _AT_ONCE):
+        recorder = StateRecorder()
+        llm.opened.engine.draft_with(Speculator(recorder))
+        batch = prompts[start : start + _AT_ONCE]
+        llm.generate(batch, max_tokens=most, temperature=0.0)
+        file.add([HeadExample(np.array(each.tokens), each.states) for each in recorder.answers], len(batch))
+        watch()
+    answers = file.examples(_LEAST_TOKENS)
     if not answers:
         raise RequestError(f"The answers have fewer than {_LEAST_TOKENS} tokens.", parameter="data")
-    # Which answer ends first may depend on the machine; the heads must not.
-    return [HeadExample(np.array(each.tokens), each.states) for each in sorted(answers, key=lambda each: each.tokens)]
+    return answers
 
 
 def _prompt(tokenizer: Tokenizer, document: Document) -> list[int]:
