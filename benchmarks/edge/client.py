@@ -72,6 +72,11 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
+    @property
+    def is_open(self) -> bool:
+        """False once the server has closed it, as some do with idle connections after seconds."""
+        return self._transport is not None and not self._transport.is_closing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"the connection ended: {exc}")
 
@@ -131,6 +136,7 @@ class Pool:
             self._idle.append(connection)
 
     async def ask(self, request: bytes, *, timed: bool = False) -> Answer:
+        self._idle = [each for each in self._idle if each.is_open]
         if not self._idle:
             await self.warm(1)
         connection = self._idle.pop()
