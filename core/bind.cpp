@@ -51,7 +51,10 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
   check_natural(source, "the source");
   DenseView view{source.data(), type, static_cast<int64_t>(source.shape(0)), static_cast<int64_t>(source.shape(1))};
   Layout layout = Layout::of(format_from_name(format), view.outputs, view.inputs, group, false, multiples);
-  if (is_table(layout.format)) refuse("weights are not rounded to " + format + ": pack codes");
+  if (is_table(layout.format) || layout.format == Format::kFp8E5m2 || layout.group == kLeastGroup) {
+    refuse("weights are not rounded to " + format + " in groups of " + std::to_string(group) + ": pack codes");
+  }
+  if (rotated && is_fp8(layout.format)) refuse("fp8 weights are not rotated");
   if (static_cast<int64_t>(out.size()) != layout.bytes)
     refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
@@ -61,12 +64,27 @@ float pack(const DenseArray& source, const std::string& type_name, const std::st
   return pack_dense(view, layout, rotation.get(), out.data(), pool);
 }
 
+// An optional array of `what` that is shaped like scales.
+template <typename T, typename Fits>
+const T* optional_array(const nb::object& object, Array<T, 2>& array, const std::string& what, const Fits& fits) {
+  if (object.is_none()) return nullptr;
+  try {
+    array = nb::cast<Array<T, 2>>(object, false);
+  } catch (const nb::cast_error&) {
+    refuse(what + " or None");
+  }
+  const std::string name = what.substr(0, what.find(' '));
+  check_natural(array, name.c_str());
+  if (!fits(array.shape(0), array.shape(1))) refuse(name + " must be [outputs, groups]");
+  return array.data();
+}
+
 float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::object zeros, const std::string& format,
-                      int64_t group, MutableArray<uint8_t, 1> out) {
+                      int64_t group, MutableArray<uint8_t, 1> out, nb::object offsets) {
   const bool asymmetric = !zeros.is_none();
   Layout layout = Layout::of(format_from_name(format), static_cast<int64_t>(codes.shape(0)),
-                             static_cast<int64_t>(codes.shape(1)), group, asymmetric, false);
-  if (!is_integer(layout.format)) refuse("codes are packed as int8, int4, int3 or int2");
+                             static_cast<int64_t>(codes.shape(1)), group, asymmetric, false, !offsets.is_none());
+  if (!is_grouped(layout.format)) refuse("codes are packed as int8, int4, int3, int2 or fp8");
   auto per_group = [&](size_t rows, size_t columns) {
     return static_cast<int64_t>(rows) == layout.outputs && static_cast<int64_t>(columns) == layout.groups;
   };
@@ -75,21 +93,17 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
   for (int64_t i = 0; i < layout.outputs * layout.groups; ++i) {
     if (!std::isfinite(scales.data()[i])) refuse("a scale is not finite");
   }
-  const int16_t* zero_data = nullptr;
   Array<int16_t, 2> zero_array;
-  if (asymmetric) {
-    try {
-      zero_array = nb::cast<Array<int16_t, 2>>(zeros, false);
-    } catch (const nb::cast_error&) {
-      refuse("zeros must be an array of i16 or None");
-    }
-    check_natural(zero_array, "zeros");
-    if (!per_group(zero_array.shape(0), zero_array.shape(1))) refuse("zeros must be [outputs, groups]");
-    zero_data = zero_array.data();
+  Array<float, 2> offset_array;
+  const int16_t* zero_data = optional_array(zeros, zero_array, "zeros must be an array of i16", per_group);
+  const float* offset_data = optional_array(offsets, offset_array, "offsets must be an array of f32", per_group);
+  for (int64_t i = 0; offset_data != nullptr && i < layout.outputs * layout.groups; ++i) {
+    if (!std::isfinite(offset_data[i])) refuse("an offset is not finite");
   }
   const int most = (1 << bits_of(layout.format)) - 1;
   for (int64_t i = 0; i < layout.outputs * layout.inputs; ++i) {
     if (codes.data()[i] > most) refuse("a code does not fit " + format);
+    if (is_fp8(layout.format) && !is_finite_fp8(layout.format, codes.data()[i])) refuse("a number is not finite");
   }
   for (int64_t i = 0; zero_data != nullptr && i < layout.outputs * layout.groups; ++i) {
     if (zero_data[i] < 0 || zero_data[i] > most) refuse("a zero does not fit " + format);
@@ -98,12 +112,13 @@ float pack_from_codes(Array<uint8_t, 2> codes, Array<float, 2> scales, nb::objec
     refuse("out must hold " + std::to_string(layout.bytes) + " bytes");
   check_aligned(out.data(), "out");
   nb::gil_scoped_release free;
-  return pack_codes(codes.data(), scales.data(), zero_data, layout, out.data());
+  return pack_codes(codes.data(), scales.data(), zero_data, offset_data, layout, out.data());
 }
 
 Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-                   Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows) {
-  Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples);
+                   Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows,
+                   bool offsets) {
+  Layout layout = Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples, offsets);
   if (static_cast<int64_t>(data.size()) != layout.bytes) {
     refuse("packed data must be " + std::to_string(layout.bytes) + " bytes, not " + std::to_string(data.size()));
   }
@@ -111,9 +126,10 @@ Packed make_packed(const std::string& format, int64_t outputs, int64_t inputs, i
   if (!(gain > 0.0f) || !std::isfinite(gain)) refuse("the gain must be positive and finite");
   if (rotated && !Rotation::fits(inputs)) refuse("weights of " + std::to_string(inputs) + " inputs cannot be rotated");
   if (float_rows && !is_integer(layout.format)) refuse("float_rows is for integers");
-  if (float_rows && layout.padded_inputs > round_up(inputs, kRowPad)) {
-    refuse("float_rows takes groups that divide " + std::to_string(kRowPad));
+  if ((float_rows || is_fp8(layout.format)) && layout.padded_inputs > round_up(inputs, kRowPad)) {
+    refuse("float_rows and fp8 take groups that divide " + std::to_string(kRowPad));
   }
+  if (rotated && is_fp8(layout.format)) refuse("fp8 weights are not rotated");
   layout.float_rows = float_rows;
   PackedView view{layout, data.data(), gain, rotated};
   return Packed{view, std::move(data)};
@@ -556,14 +572,16 @@ NB_MODULE(_core, module) {
 
   module.def(
       "packed_bytes",
-      [](const std::string& format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
-        return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples).bytes;
+      [](const std::string& format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples,
+         bool offsets) {
+        return Layout::of(format_from_name(format), outputs, inputs, group, asymmetric, multiples, offsets).bytes;
       },
-      "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false, "multiples"_a = false);
+      "format"_a, "outputs"_a, "inputs"_a, "group"_a, "asymmetric"_a = false, "multiples"_a = false,
+      "offsets"_a = false);
   module.def("pack", &pack, "source"_a.noconvert(), "source_type"_a, "format"_a, "group"_a, "out"_a.noconvert(),
              "pool"_a, "multiples"_a = false, "rotated"_a = false);
   module.def("pack_codes", &pack_from_codes, "codes"_a.noconvert(), "scales"_a.noconvert(), "zeros"_a.none(),
-             "format"_a, "group"_a, "out"_a.noconvert());
+             "format"_a, "group"_a, "out"_a.noconvert(), "offsets"_a = nb::none());
   module.def(
       "find_nonfinite",
       [](const DenseArray& source, const std::string& type_name, Pool& pool) {
@@ -577,12 +595,12 @@ NB_MODULE(_core, module) {
       .def(
           "__init__",
           [](Packed* self, const std::string& format, int64_t outputs, int64_t inputs, int64_t group, float gain,
-             Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows) {
+             Array<uint8_t, 1> data, bool asymmetric, bool multiples, bool rotated, bool float_rows, bool offsets) {
             new (self) Packed(make_packed(format, outputs, inputs, group, gain, std::move(data), asymmetric, multiples,
-                                          rotated, float_rows));
+                                          rotated, float_rows, offsets));
           },
           "format"_a, "outputs"_a, "inputs"_a, "group"_a, "gain"_a, "data"_a.noconvert(), "asymmetric"_a = false,
-          "multiples"_a = false, "rotated"_a = false, "float_rows"_a = false)
+          "multiples"_a = false, "rotated"_a = false, "float_rows"_a = false, "offsets"_a = false)
       .def("unpack", &unpack)
       .def("unpack_rows", &unpack_rows, "rows"_a.noconvert());
 

@@ -20,7 +20,8 @@ constexpr int64_t kPeakBlock = 32;       // logits that share a peak: a panel of
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu, kSquaredRelu, kQuickGelu };
 
 // Rows as a product's instructions take them. For integer weights: quantised to int8 by groups of inputs, value = scale
-// * code. For bf16 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes` each.
+// * code. For bf16 and fp8 weights, on instruction sets that multiply bf16 pairs: rounded to bf16, two bytes of `codes`
+// each.
 struct QuantisedRows {
   int8_t* codes = nullptr;  // [rows][stride]
   float* scales = nullptr;  // [rows][groups_stride], of blocks
@@ -189,15 +190,16 @@ struct NormArgs {
 
 struct Kernels {
   const char* name;
-  bool rounds_rows;        // bf16 weights meet rows that are rounded to bf16
+  bool rounds_rows;        // bf16 and fp8 weights meet rows that are rounded to bf16
   int64_t tiled_rows;      // so many rows and more have their codes in tile order; 0: none have
   int64_t attention_rows;  // (token, head) rows that share the reading of a KV block, where a step has many
-  int64_t (*product_scratch)(const Layout&);  // bytes, a multiple of 64, in which product() may widen small codes
+  int64_t (*product_scratch)(const Layout&);  // bytes, a multiple of 64, in which product() may widen codes
   // Of panels, or with an opening of panels of the opened row. `scratch`: product_scratch() bytes of this thread, or
   // none.
   void (*product)(const ProductArgs&, int64_t first_panel, int64_t last_panel, uint8_t* scratch);
   // For the product with weights of this layout, and by the same instruction set. sums[g] is where its sum of group g
-  // starts: minus the zero times the sum of the codes; or, where every channel has a zero of its own, the plain sum.
+  // starts: minus the zero times the sum of the codes; or, where every channel has a zero or an offset of its own, the
+  // plain sum.
   // With multiples it is what that set's small_start() makes of it, and with symmetric int8 what signed_start() does.
   void (*quantise_row)(const float* row, int64_t width, const Layout&, int8_t* codes, float* scales, int32_t* sums);
   void (*low_ranks)(const LowRankView&, const float* row, float* out);        // an adapter's values of its ranks
@@ -226,12 +228,12 @@ static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_hea
 
 static inline bool takes_codes(const Kernels& kernels, const Layout& layout) {
   if (is_integer(layout.format)) return !layout.float_rows;
-  return layout.format == Format::kBf16 && kernels.rounds_rows;
+  return is_bf16(layout.format) && kernels.rounds_rows;
 }
 
 // Bytes of codes of one row.
 static inline int64_t code_bytes(const Layout& layout) {
-  return layout.padded_inputs * (layout.format == Format::kBf16 ? 2 : 1);
+  return layout.padded_inputs * (is_bf16(layout.format) ? 2 : 1);
 }
 
 const Kernels& portable_kernels();

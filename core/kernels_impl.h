@@ -17,13 +17,13 @@ namespace {
 
 void quantise_row(const float* row, int64_t width, const Layout& layout, int8_t* codes, float* scales, int32_t* sums) {
 #if defined(HEADRACE_BF16_ROWS)
-  if (layout.format == Format::kBf16) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
+  if (is_bf16(layout.format)) return round_row(row, width, layout, reinterpret_cast<uint16_t*>(codes));
 #endif
   const int64_t held = (width + 15) / 16 * 16;  // the row is zero between width and here
   const bool symmetric_bytes = is_bytes(layout.format) && !layout.asymmetric;
   const bool bounded = layout.format == Format::kInt8 && layout.asymmetric;
   // A product's sum of a group starts at -zero * sum of the row's codes: weights are code - zero, codes are multiplied.
-  const int32_t factor = layout.asymmetric ? 1 : -symmetric_zero(layout.format);
+  const int32_t factor = layout.asymmetric || layout.offsets ? 1 : -symmetric_zero(layout.format);
   for (int64_t b = 0; b < layout.blocks; ++b) {
     const int64_t begin = b * layout.block;
     const int64_t block_end = begin + layout.block_inputs(b);

@@ -1,5 +1,6 @@
 #include "layout.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "numbers.h"
@@ -9,6 +10,8 @@ namespace headrace {
 Format format_from_name(const std::string& name) {
   if (name == "f32") return Format::kF32;
   if (name == "bf16") return Format::kBf16;
+  if (name == "fp8") return Format::kFp8;
+  if (name == "fp8e5m2") return Format::kFp8E5m2;
   if (name == "int8") return Format::kInt8;
   if (name == "int4") return Format::kInt4;
   if (name == "int3") return Format::kInt3;
@@ -18,18 +21,24 @@ Format format_from_name(const std::string& name) {
   if (name == "mxfp4") return Format::kMxfp4;
   if (name == "iq4") return Format::kIq4;
   throw std::invalid_argument("unknown weight format '" + name +
-                              "': expected f32, bf16, int8, int4, int3, int2, nf4, fp4, mxfp4 or iq4");
+                              "': expected f32, bf16, fp8, fp8e5m2, int8, int4, int3, int2, nf4, fp4, mxfp4 or iq4");
 }
 
-Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples) {
+Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group, bool asymmetric, bool multiples,
+                  bool offsets) {
   constexpr int64_t kMaxOutputs = int64_t{1} << 24;
   if (outputs < 1 || outputs > kMaxOutputs)
     throw std::invalid_argument("outputs out of range: " + std::to_string(outputs));
   if (inputs < 1 || inputs > kMaxInputs) throw std::invalid_argument("inputs out of range: " + std::to_string(inputs));
-  if (group < 0 || group % 32 != 0 || group > kMaxInputs) {
+  const bool closer = group == kLeastGroup && (format == Format::kInt4 || format == Format::kInt2);
+  if (group < 0 || (group % 32 != 0 && !closer) || group > kMaxInputs) {
     throw std::invalid_argument("group must be 0 (per channel) or a multiple of 32, not " + std::to_string(group));
   }
   if (is_table(format) && asymmetric) throw std::invalid_argument("codes of a table have no zeros");
+  if (is_fp8(format) && asymmetric) throw std::invalid_argument("fp8 numbers have no zeros");
+  if (offsets && (asymmetric || multiples || (format != Format::kInt4 && format != Format::kInt2))) {
+    throw std::invalid_argument("offsets are for int4 and int2 without zeros or multiples");
+  }
   if (multiples && (!is_small(format) || is_table(format) || group != kMultipleGroup || asymmetric)) {
     throw std::invalid_argument("multiples are for symmetric int4, int3 and int2 in groups of 32");
   }
@@ -38,15 +47,17 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   layout.outputs = outputs;
   layout.inputs = inputs;
   layout.panels = (outputs + kPanel - 1) / kPanel;
-  if (is_integer(format)) {
+  if (is_grouped(format)) {
     layout.asymmetric = asymmetric;
     layout.multiples = multiples;
+    layout.offsets = offsets;
     layout.group = group == 0 ? round_up(inputs, 64) : group;
     layout.padded_inputs = round_up(inputs, layout.group);
     layout.groups = layout.padded_inputs / layout.group;
     layout.block = layout.group * (multiples ? kMultipleGroups : 1);
     layout.blocks = (layout.padded_inputs + layout.block - 1) / layout.block;
-    layout.header_bytes = kPanel * (2 + (asymmetric ? 2 : 0) + (multiples ? kMultipleGroups : 0));
+    layout.header_bytes =
+        kPanel * ((is_fp8(format) ? 4 : 2) + (asymmetric || offsets ? 2 : 0) + (multiples ? kMultipleGroups : 0));
     layout.block_bytes = layout.header_bytes + kPanel * layout.block * bits_of(format) / 8;
     layout.panel_bytes = layout.blocks * layout.header_bytes + kPanel * layout.padded_inputs * bits_of(format) / 8;
   } else {
@@ -56,6 +67,14 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   layout.bytes = layout.panels * layout.panel_bytes;
   return layout;
 }
+
+namespace {
+
+float f32_from_fp8(Format format, uint8_t code) {
+  return format == Format::kFp8 ? f32_from_e4m3(code) : f32_from_e5m2(code);
+}
+
+}  // namespace
 
 void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
   const Layout& layout = weights.layout;
@@ -72,6 +91,17 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
       for (int64_t k = 0; k < layout.inputs; ++k) out[k] = f32_from_bf16(values[(k / 2 * kPanel + lane) * 2 + k % 2]);
       return;
     }
+    case Format::kFp8:
+    case Format::kFp8E5m2:
+      for (int64_t g = 0; g < layout.groups; ++g) {
+        const uint8_t* record = panel + g * layout.block_bytes;
+        const float scale = reinterpret_cast<const float*>(record)[lane] * weights.gain;
+        for (int64_t k = g * layout.group, end = std::min(layout.inputs, k + layout.group); k < end; ++k) {
+          const uint8_t code = record[layout.header_bytes + place_of_code(layout.format, k % layout.group, lane).byte];
+          out[k] = scale * f32_from_fp8(layout.format, code);
+        }
+      }
+      return;
     case Format::kInt8:
     case Format::kInt4:
     case Format::kInt3:
@@ -89,7 +119,8 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
     const int8_t* multiples = reinterpret_cast<const int8_t*>(record + kPanel * 2);
     const uint8_t* codes = record + layout.header_bytes;
     const float block_scale = f32_from_f16(scales[lane]) * weights.gain;
-    int32_t zero = layout.asymmetric ? zeros[lane] : symmetric_zero(layout.format);
+    const float offset = layout.offsets ? f32_from_f16(scales[kPanel + lane]) * weights.gain : 0.0f;
+    int32_t zero = layout.asymmetric ? zeros[lane] : layout.offsets ? 0 : symmetric_zero(layout.format);
     int64_t first = b * layout.block;
     int64_t count = layout.inputs - first < layout.block ? layout.inputs - first : layout.block;
     for (int64_t k = 0; k < count; ++k) {
@@ -99,7 +130,8 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
       if (is_table(layout.format)) code = table_of(layout.format)[code];
       // Whole numbers of at most 127 * 8: a product of theirs and the scale is rounded once.
       const int32_t multiple = layout.multiples ? multiples[k / layout.group * kPanel + lane] : 1;
-      out[first + k] = block_scale * static_cast<float>(multiple * (code - zero));
+      const float value = block_scale * static_cast<float>(multiple * (code - zero));
+      out[first + k] = layout.offsets ? value + offset : value;
     }
   }
 }

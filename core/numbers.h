@@ -1,4 +1,5 @@
-// Number formats in bits: bf16, f16 and e4m3 to and from f32, rounding to nearest even. Owns nothing else.
+// Number formats in bits: bf16, f16 and e4m3 to and from f32, rounding to nearest even, and e5m2 to f32. Owns nothing
+// else.
 #pragma once
 
 #include <cstdint>
@@ -71,5 +72,8 @@ static inline uint8_t e4m3_from_f32(float value) {
   const uint32_t small = bits_from_f32(raised) - 0x46800000u;  // below the smallest normal number
   return static_cast<uint8_t>(sign | (magnitude < 0x3c800000u ? small : normal));
 }
+
+// Five bits of exponent and two of fraction: the upper half of an f16.
+static inline float f32_from_e5m2(uint8_t bits) { return f32_from_f16(static_cast<uint16_t>(bits << 8)); }
 
 }  // namespace headrace

@@ -151,6 +151,22 @@ float gain_for(float largest_scale) {
   return std::ldexp(1.0f, exponent < -120 ? -120 : exponent);
 }
 
+// fp8: the largest weight of a group becomes the largest number.
+void pack_fp8_row(const Layout& layout, const float* row, int64_t channel, uint8_t* out) {
+  Placement at = place(layout, out, channel);
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    uint8_t* record = at.panel + g * layout.block_bytes;
+    const float* values = row + g * layout.group;
+    float peak = 0.0f;
+    for (int64_t k = 0; k < layout.group; ++k) peak = std::max(peak, std::fabs(values[k]));
+    const float scale = peak / kMostE4m3;
+    reinterpret_cast<float*>(record)[at.lane] = scale;
+    for (int64_t k = 0; k < layout.group && scale > 0.0f; ++k) {
+      put_code(layout, record + layout.header_bytes, at.lane, k, e4m3_from_f32(values[k] / scale));
+    }
+  }
+}
+
 void pack_float_row(const Layout& layout, const float* row, int64_t channel, uint8_t* out) {
   Placement at = place(layout, out, channel);
   if (layout.format == Format::kF32) {
@@ -242,7 +258,7 @@ float pack_dense(const DenseView& source, const Layout& layout, const Rotation* 
       float* row = rows.data() + thread * width;
       for (int64_t channel = begin; channel < end; ++channel) {
         read(channel, row);
-        pack_float_row(layout, row, channel, out);
+        is_fp8(layout.format) ? pack_fp8_row(layout, row, channel, out) : pack_float_row(layout, row, channel, out);
       }
     });
     return 1.0f;
@@ -276,22 +292,30 @@ float pack_dense(const DenseView& source, const Layout& layout, const Rotation* 
   return gain;
 }
 
-float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const Layout& layout, uint8_t* out) {
+float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const float* offsets,
+                 const Layout& layout, uint8_t* out) {
   std::memset(out, 0, static_cast<size_t>(layout.bytes));
   pack_empty_rows(layout, out);
   float largest = 0.0f;
   for (int64_t i = 0; i < layout.outputs * layout.groups; ++i) {
-    float magnitude = std::fabs(scales[i]);
-    if (magnitude > largest) largest = magnitude;
+    const float offset = offsets == nullptr ? 0.0f : offsets[i];
+    largest = std::max({largest, std::fabs(scales[i]), std::fabs(offset)});
   }
-  const float gain = gain_for(largest);
+  const float gain = is_fp8(layout.format) ? 1.0f : gain_for(largest);
   for (int64_t channel = 0; channel < layout.outputs; ++channel) {
     Placement at = place(layout, out, channel);
     for (int64_t g = 0; g < layout.groups; ++g) {
       uint8_t* record = at.panel + g * layout.block_bytes;
       int64_t index = channel * layout.groups + g;
-      reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scales[index] / gain);
-      int16_t zero = static_cast<int16_t>(zeros == nullptr ? symmetric_zero(layout.format) : zeros[index]);
+      if (is_fp8(layout.format)) {
+        reinterpret_cast<float*>(record)[at.lane] = scales[index];
+      } else {
+        reinterpret_cast<uint16_t*>(record)[at.lane] = f16_from_f32(scales[index] / gain);
+      }
+      if (layout.offsets) reinterpret_cast<uint16_t*>(record)[kPanel + at.lane] = f16_from_f32(offsets[index] / gain);
+      const bool plain = layout.offsets || is_fp8(layout.format);  // 0 is where codes start
+      const int32_t middle = plain ? 0 : symmetric_zero(layout.format);
+      int16_t zero = static_cast<int16_t>(zeros == nullptr ? middle : zeros[index]);
       if (layout.asymmetric) reinterpret_cast<int16_t*>(record + kPanel * 2)[at.lane] = zero;
       for (int64_t k = 0; k < layout.group; ++k) {
         int64_t input = g * layout.group + k;

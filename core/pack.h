@@ -23,8 +23,10 @@ struct DenseView {
 // inputs first where there is a rotation of their width.
 float pack_dense(const DenseView& source, const Layout& layout, const Rotation* rotation, uint8_t* out, Pool& pool);
 
-// Lays out codes that came from elsewhere: weight = scales * (codes - zeros); zeros may be null when symmetric.
-float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const Layout& layout, uint8_t* out);
+// Lays out codes that came from elsewhere: weight = scales * (codes - zeros), where zeros may be null when symmetric;
+// or scales * codes + offsets; or of fp8 scales * numbers.
+float pack_codes(const uint8_t* codes, const float* scales, const int16_t* zeros, const float* offsets,
+                 const Layout& layout, uint8_t* out);
 
 // Index of the first NaN or infinity of a dense array, or -1.
 int64_t find_nonfinite(const void* data, SourceType type, int64_t count, Pool& pool);

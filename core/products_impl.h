@@ -203,18 +203,44 @@ inline HEADRACE_INLINE Codes load_table(Format format) {
   }
 }
 
-// `inputs` (whole runs) of small codes as the rows of four bytes that a product multiplies.
-template <Held kHeld>
+// `inputs` of small codes, a multiple of kInputs, as the rows of four bytes that a product multiplies.
+template <Held kHeld, int64_t kInputs = kRunInputs>
 inline void widen_codes(Format format, const uint8_t* codes, int64_t inputs, uint8_t* out) {
   const Codes table = load_table<kHeld>(format);
-  for (int64_t begin = 0; begin < inputs; begin += kRunInputs, codes += kRunInputs * kCodesStep<kHeld>) {
+  for (int64_t begin = 0; begin < inputs; begin += kInputs, codes += kInputs * kCodesStep<kHeld>) {
 #pragma GCC unroll 8
-    for (int64_t k = 0; k < kRunInputs; k += 4, out += 128) {
+    for (int64_t k = 0; k < kInputs; k += 4, out += 128) {
       store_codes(out, look_up_if_table<kHeld>(table, load_four<kHeld>(codes, k)));
       store_codes(out + 64, look_up_if_table<kHeld>(table, load_four<kHeld>(codes + 64, k)));
     }
   }
 }
+
+// Four inputs of a vector of channels, as fp8 numbers, as floats.
+template <Format kFormat>
+inline HEADRACE_INLINE void load_fp8_quads(const uint8_t* codes, F16 (&quad)[4]) {
+  if constexpr (kFormat == Format::kFp8) {
+    load_e4m3_quads(codes, quad);
+  } else {
+    load_e5m2_quads(codes, quad);
+  }
+}
+
+// fp8 numbers as a panel of bf16 has them, which holds them exactly.
+template <Format kFormat>
+inline void widen_fp8(const uint8_t* codes, int64_t inputs, uint16_t* out) {
+  for (int64_t k = 0; k < inputs; k += 4, codes += 4 * kPanel, out += 4 * kPanel) {
+    each<kPanelVectors>([&](auto v) HEADRACE_INLINE {
+      F16 quad[4];
+      load_fp8_quads<kFormat>(codes + v() * 64, quad);
+      store_bf16_pairs(out + v() * 32, quad[0], quad[1]);
+      store_bf16_pairs(out + 2 * kPanel + v() * 32, quad[2], quad[3]);
+    });
+  }
+}
+
+// Bytes of a weight of panels that are widened.
+constexpr int64_t widened_bytes(Format format) { return is_fp8(format) ? 2 : 1; }
 
 inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panels, uint8_t* out) {
   const Layout& layout = weights.layout;
@@ -224,14 +250,25 @@ inline void widen_panels(const PackedView& weights, int64_t panel, int64_t panel
       const uint8_t* codes = record + layout.header_bytes;
       const int64_t inputs = layout.block_inputs(b);
       const Format format = layout.format;
-      if (format == Format::kInt4) widen_codes<Held::kNibbles>(format, codes, inputs, out);
-      if (format == Format::kInt3) widen_codes<Held::kThrees>(format, codes, inputs, out);
-      if (format == Format::kInt2) widen_codes<Held::kPairs>(format, codes, inputs, out);
-      if (is_table(format)) widen_codes<Held::kTable>(format, codes, inputs, out);
-      out += inputs * kPanel;
+      if (format == Format::kFp8) widen_fp8<Format::kFp8>(codes, inputs, reinterpret_cast<uint16_t*>(out));
+      if (format == Format::kFp8E5m2) widen_fp8<Format::kFp8E5m2>(codes, inputs, reinterpret_cast<uint16_t*>(out));
+      if (layout.group < kRunInputs) {
+        if (format == Format::kInt4) widen_codes<Held::kNibbles, kLeastGroup>(format, codes, inputs, out);
+        if (format == Format::kInt2) widen_codes<Held::kPairs, kLeastGroup>(format, codes, inputs, out);
+      } else {
+        if (format == Format::kInt4) widen_codes<Held::kNibbles>(format, codes, inputs, out);
+        if (format == Format::kInt3) widen_codes<Held::kThrees>(format, codes, inputs, out);
+        if (format == Format::kInt2) widen_codes<Held::kPairs>(format, codes, inputs, out);
+        if (is_table(format)) widen_codes<Held::kTable>(format, codes, inputs, out);
+      }
+      out += inputs * kPanel * widened_bytes(format);
     }
   }
 }
+
+// What is taken off the codes of a group: the middle of their range; a zero of each channel; or nothing, and an offset
+// is added.
+enum class Base { kMiddle, kZeros, kOffsets };
 
 // int8 needs all of a byte's range, small codes a half of it, so that some instruction sets add up more inputs of it
 // before they widen the sums.
@@ -247,15 +284,21 @@ inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], c
   }
 }
 
+// Whether a product of many rows widens codes first.
+inline bool widens_first(const Layout& layout) {
+  return is_fp8(layout.format) || (is_small(layout.format) && !layout.float_rows);
+}
+
 // Of two panels; 0 for weights whose codes are not widened, and for panels that no near cache would hold.
 int64_t product_scratch(const Layout& layout) {
   constexpr int64_t kMost = int64_t{1} << 19;
-  const int64_t bytes = is_small(layout.format) && !layout.float_rows ? 2 * kPanel * layout.padded_inputs : 0;
-  return bytes <= kMost ? bytes : 0;
+  const int64_t bytes = 2 * kPanel * layout.padded_inputs * widened_bytes(layout.format);
+  return widens_first(layout) && bytes <= kMost ? bytes : 0;
 }
 
 // From this many passes on, widening the codes first is faster, widening included.
 constexpr int64_t kWidenPasses = 8;
+constexpr int64_t kWidenFp8Passes = 3;
 
 // What one pass over integer weights reads: kVectors neighbours, of a half of a panel, of one, or of two, and the rows
 // from one on. `widened`: the codes of the panels, where they were widened, from the first vector's panel on.
@@ -292,15 +335,20 @@ struct IntegerPass {
     return found;
   }
 
-  // A block's sums of whole numbers are scaled and added to the totals.
-  template <int kRows>
+  // A block's sums of whole numbers are scaled and added to the totals, with offsets by what the rows' codes come to.
+  template <Base kBase = Base::kMiddle, int kRows>
   inline HEADRACE_INLINE void add_block(F16 (&totals)[kRows][kVectors], const I16 (&whole)[kRows][kVectors],
                                         const Block& of, int64_t b) const {
     each<kVectors>([&](auto v) HEADRACE_INLINE {
       const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(of.headers[v()]));
       each<kRows>([&](auto r) HEADRACE_INLINE {
         const F16 row_scale = splat(scales[r() * groups_stride + b]);
-        totals[r()][v()] = fma(mul(to_float(whole[r()][v()]), scale), row_scale, totals[r()][v()]);
+        F16 scaled = mul(to_float(whole[r()][v()]), scale);
+        if constexpr (kBase == Base::kOffsets) {
+          const F16 offset = load_f16(reinterpret_cast<const uint16_t*>(of.headers[v()] + kPanel * 2));
+          scaled = fma(splat(static_cast<float>(sums[r() * groups_stride + b])), offset, scaled);
+        }
+        totals[r()][v()] = fma(scaled, row_scale, totals[r()][v()]);
       });
     });
   }
@@ -317,9 +365,10 @@ struct IntegerPass {
   const int32_t* const sums;
 };
 
-template <Held kHeld, bool kAsymmetric, int kRows, int kVectors>
+template <Held kHeld, Base kBase, int kRows, int kVectors>
 inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened,
                             Ahead& ahead) {
+  constexpr bool kAsymmetric = kBase == Base::kZeros;
   constexpr int kFours = kFoursOf<kHeld>;
   const IntegerPass<kHeld, kVectors> pass(args, vector, row, widened);
   const Layout& layout = pass.layout;
@@ -336,7 +385,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
         factor = sub_int(zero_int(), load_i16(zeros));
       }
       each<kRows>([&](auto r) HEADRACE_INLINE {
-        const I16 row_sum = splat_int(pass.sums[r() * pass.groups_stride + g]);
+        const I16 row_sum = splat_int(kBase == Base::kOffsets ? 0 : pass.sums[r() * pass.groups_stride + g]);
         sums[r()][v()] = kAsymmetric ? mul_int(factor, row_sum) : in_its_own_register(row_sum);
       });
     });
@@ -376,7 +425,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
         }
       }
     }
-    pass.add_block(totals, sums, block, g);
+    pass.template add_block<kBase>(totals, sums, block, g);
   }
   write_rows(args, vector, row, totals);
 }
@@ -437,10 +486,17 @@ inline void integers_of(const ProductArgs& args, int64_t vector, int64_t row, in
       }
     }
     if constexpr (kFullBytes<kHeld> && kHeld != Held::kBytes) {
-      return product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
+      return product_integer<kHeld, Base::kMiddle, kRows, kVectors>(args, vector, row, widened, ahead);
     }
-    args.weights->layout.asymmetric ? product_integer<kHeld, true, kRows, kVectors>(args, vector, row, widened, ahead)
-                                    : product_integer<kHeld, false, kRows, kVectors>(args, vector, row, widened, ahead);
+    if constexpr (kHeld == Held::kNibbles || kHeld == Held::kPairs || kHeld == Held::kWidened) {
+      if (args.weights->layout.offsets) {
+        return product_integer<kHeld, Base::kOffsets, kRows, kVectors>(args, vector, row, widened, ahead);
+      }
+    }
+    if (args.weights->layout.asymmetric) {
+      return product_integer<kHeld, Base::kZeros, kRows, kVectors>(args, vector, row, widened, ahead);
+    }
+    product_integer<kHeld, Base::kMiddle, kRows, kVectors>(args, vector, row, widened, ahead);
   }
 }
 
@@ -493,7 +549,7 @@ inline HEADRACE_INLINE void load_widened(const uint8_t* codes, int64_t k, const 
 }
 
 // Integer codes by rows of floats: widened and multiplied one by one; a group's sum meets its scale, or its multiple
-// and then the scale of its block.
+// and then the scale of its block. With offsets, codes become weights first.
 template <Format kFormat, int kRows, int kVectors>
 inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row, Ahead& ahead) {
   const Layout& layout = args.weights->layout;
@@ -509,10 +565,16 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
     clear(block_sums);
     const int64_t groups = layout.block_inputs(b) / layout.group;
     for (int64_t i = 0; i < groups; ++i, codes += layout.group * kPanel * bits_of(kFormat) / 8) {
-      F16 shifts[kVectors];
+      F16 shifts[kVectors], scales[kVectors], offsets[kVectors];
       each<kVectors>([&](auto v) HEADRACE_INLINE {
         constexpr int32_t kShifted = is_unshifted(kFormat) ? 0 : symmetric_zero(kFormat);
-        shifts[v()] = splat(static_cast<float>(kShifted - symmetric_zero(kFormat)));
+        shifts[v()] = splat(static_cast<float>(kShifted - (layout.offsets ? 0 : symmetric_zero(kFormat))));
+        scales[v()] = splat(1.0f);
+        offsets[v()] = splat(0.0f);
+        if (layout.offsets) {
+          scales[v()] = load_f16(reinterpret_cast<const uint16_t*>(record) + (half + v()) * 16);
+          offsets[v()] = load_f16(reinterpret_cast<const uint16_t*>(record) + kPanel + (half + v()) * 16);
+        }
         if (layout.asymmetric) {
           const int16_t* zeros = reinterpret_cast<const int16_t*>(record + kPanel * 2) + (half + v()) * 16;
           shifts[v()] = to_float(sub_int(splat_int(kShifted), load_i16(zeros)));
@@ -525,8 +587,11 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
         F16 quads[kVectors][4];
         each<kVectors>([&](auto v) HEADRACE_INLINE {
           load_widened<kFormat>(codes + v() * 64, k, table, quads[v()]);
-          if (is_unshifted(kFormat) || layout.asymmetric) {
+          if (is_unshifted(kFormat) || layout.asymmetric || layout.offsets) {
             each<4>([&](auto j) HEADRACE_INLINE { quads[v()][j()] = add(quads[v()][j()], shifts[v()]); });
+          }
+          if (layout.offsets) {
+            each<4>([&](auto j) HEADRACE_INLINE { quads[v()][j()] = fma(quads[v()][j()], scales[v()], offsets[v()]); });
           }
         });
         each<kRows, 4>([&](auto r, auto j) HEADRACE_INLINE {
@@ -545,7 +610,8 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
       });
     }
     each<kVectors>([&](auto v) HEADRACE_INLINE {
-      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(record) + (half + v()) * 16);
+      F16 scale = splat(1.0f);
+      if (!layout.offsets) scale = load_f16(reinterpret_cast<const uint16_t*>(record) + (half + v()) * 16);
       each<kRows>([&](auto r)
                       HEADRACE_INLINE { totals[r()][v()] = fma(block_sums[r()][v()], scale, totals[r()][v()]); });
     });
@@ -553,14 +619,80 @@ inline void product_widened(const ProductArgs& args, int64_t vector, int64_t row
   write_rows(args, vector, row, totals);
 }
 
+// fp8 numbers, which bf16 holds exactly: they meet what bf16 weights meet, and a group's sum its scale. `widened`: the
+// panels' numbers as bf16, where they were widened, from the first vector's panel on.
 template <Format kFormat, int kRows, int kVectors>
-inline void floats(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, Ahead& ahead) {
+inline void product_fp8(const ProductArgs& args, int64_t vector, int64_t row, const uint8_t* widened, Ahead& ahead) {
+  const Layout& layout = args.weights->layout;
+  const int64_t half = vector % kPanelVectors;
+  const uint8_t* record = args.weights->data + vector / kPanelVectors * layout.panel_bytes;
+  const uint16_t* pairs = widened == nullptr ? nullptr : reinterpret_cast<const uint16_t*>(widened) + half * 32;
+#if defined(HEADRACE_BF16_ROWS)
+  const int8_t* row_codes = args.quantised->codes + (args.first_row + row) * args.quantised->stride;
+#else
+  const float* inputs = args.rows + (args.first_row + row) * args.rows_stride;
+#endif
+  F16 totals[kRows][kVectors];
+  clear(totals);
+  int64_t input = 0;
+  for (int64_t g = 0; g < layout.groups; ++g, record += layout.block_bytes) {
+    const uint8_t* codes = record + layout.header_bytes + half * 64;
+    F16 sums[kRows][kVectors];
+    clear(sums);
+    for (int64_t k = 0; k < layout.group; k += 4, input += 4) {
+      if (k % kAskInputs == 0) ahead.ask();
+#if defined(HEADRACE_BF16_ROWS)
+      Pairs16 found[kVectors][2];
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
+        if (widened != nullptr) {
+          each<2>([&](auto j)
+                      HEADRACE_INLINE { found[v()][j()] = load_pairs(pairs + (input + 2 * j()) * kPanel + v() * 32); });
+          return;
+        }
+        F16 quad[4];
+        load_fp8_quads<kFormat>(codes + k * kPanel + v() * 64, quad);
+        each<2>([&](auto j) HEADRACE_INLINE { found[v()][j()] = pair_exact(quad[2 * j()], quad[2 * j() + 1]); });
+      });
+      each<kRows, 2>([&](auto r, auto j) HEADRACE_INLINE {
+        const int8_t* codes_of_row = row_codes + r() * args.quantised->stride;
+        const uint16_t* two = reinterpret_cast<const uint16_t*>(codes_of_row) + input + 2 * j();
+        each<kVectors>([&](auto v) HEADRACE_INLINE { sums[r()][v()] = dot2(sums[r()][v()], found[v()][j()], two); });
+      });
+#else
+      F16 quads[kVectors][4];
+      each<kVectors>([&](auto v) HEADRACE_INLINE {
+        if (widened != nullptr) {
+          load_bf16_pairs(pairs + input * kPanel + v() * 32, quads[v()][0], quads[v()][1]);
+          load_bf16_pairs(pairs + (input + 2) * kPanel + v() * 32, quads[v()][2], quads[v()][3]);
+        } else {
+          load_fp8_quads<kFormat>(codes + k * kPanel + v() * 64, quads[v()]);
+        }
+      });
+      each<kRows, 4>([&](auto r, auto j) HEADRACE_INLINE {
+        const F16 x = splat(inputs[r() * args.rows_stride + input + j()]);
+        each<kVectors>([&](auto v) HEADRACE_INLINE { sums[r()][v()] = fma(x, quads[v()][j()], sums[r()][v()]); });
+      });
+#endif
+    }
+    each<kVectors>([&](auto v) HEADRACE_INLINE {
+      const F16 scale = load(reinterpret_cast<const float*>(record) + (half + v()) * 16);
+      each<kRows>([&](auto r) HEADRACE_INLINE { totals[r()][v()] = fma(sums[r()][v()], scale, totals[r()][v()]); });
+    });
+  }
+  write_rows(args, vector, row, totals);
+}
+
+template <Format kFormat, int kRows, int kVectors>
+inline void floats(const ProductArgs& args, int64_t vector, int64_t row, int64_t count, const uint8_t* widened,
+                   Ahead& ahead) {
   if constexpr (kRows > 0) {
-    if (count < kRows) return floats<kFormat, kRows - 1, kVectors>(args, vector, row, count, ahead);
+    if (count < kRows) return floats<kFormat, kRows - 1, kVectors>(args, vector, row, count, widened, ahead);
     if constexpr (kFormat == Format::kF32) {
       product_f32<kRows, kVectors>(args, vector, row, ahead);
     } else if constexpr (kFormat == Format::kBf16) {
       product_bf16<kRows, kVectors>(args, vector, row, ahead);
+    } else if constexpr (is_fp8(kFormat)) {
+      product_fp8<kFormat, kRows, kVectors>(args, vector, row, widened, ahead);
     } else {
       product_widened<kFormat, kRows, kVectors>(args, vector, row, ahead);
     }
@@ -580,7 +712,7 @@ inline Pass pass_of(const Layout& layout, int64_t rows) {
     return rows <= kFewInteger ? Pass{kFewInteger, kPanelVectors, true} : Pass{kRowsInteger, kVectorsInteger, false};
   }
   if (rows <= kFewFloat) return Pass{kFewFloat, kPanelVectors, true};
-  return Pass{layout.format == Format::kBf16 ? kRowsBf16 : kRowsF32, kVectorsFloat, false};
+  return Pass{is_bf16(layout.format) ? kRowsBf16 : kRowsF32, kVectorsFloat, false};
 }
 constexpr int64_t kMostRows = most(most(kRowsInteger, kFewInteger), most(kFewFloat, most(kRowsF32, kRowsBf16)));
 
@@ -589,34 +721,40 @@ inline void write_products(const ProductArgs& args, const Pass& pass, int64_t ve
                            int64_t count, const uint8_t* widened, Ahead& ahead) {
   switch (args.weights->layout.format) {
     case Format::kF32:
-      return pass.few ? floats<Format::kF32, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kF32, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kF32, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kF32, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kBf16:
-      return pass.few ? floats<Format::kBf16, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kBf16, kRowsBf16, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kBf16, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kBf16, kRowsBf16, kVectorsFloat>(args, vector, row, count, widened, ahead);
+    case Format::kFp8:
+      return pass.few ? floats<Format::kFp8, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kFp8, kRowsBf16, kVectorsFloat>(args, vector, row, count, widened, ahead);
+    case Format::kFp8E5m2:
+      return pass.few ? floats<Format::kFp8E5m2, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kFp8E5m2, kRowsBf16, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kInt8:
       if (!args.weights->layout.float_rows) break;
-      return pass.few ? floats<Format::kInt8, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kInt8, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kInt8, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kInt8, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kInt4:
       if (!args.weights->layout.float_rows) break;
-      return pass.few ? floats<Format::kInt4, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kInt4, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kInt4, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kInt4, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kInt3:
       if (!args.weights->layout.float_rows) break;
-      return pass.few ? floats<Format::kInt3, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kInt3, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kInt3, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kInt3, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kInt2:
       if (!args.weights->layout.float_rows) break;
-      return pass.few ? floats<Format::kInt2, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kInt2, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kInt2, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kInt2, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
     case Format::kNf4:
     case Format::kFp4:
     case Format::kMxfp4:
     case Format::kIq4:
       if (!args.weights->layout.float_rows) break;
-      return pass.few ? floats<Format::kNf4, kFewFloat, kPanelVectors>(args, vector, row, count, ahead)
-                      : floats<Format::kNf4, kRowsF32, kVectorsFloat>(args, vector, row, count, ahead);
+      return pass.few ? floats<Format::kNf4, kFewFloat, kPanelVectors>(args, vector, row, count, widened, ahead)
+                      : floats<Format::kNf4, kRowsF32, kVectorsFloat>(args, vector, row, count, widened, ahead);
   }
   if (pass.few) return integers<kFewInteger, kPanelVectors>(args, vector, row, count, widened, ahead);
   if (vectors == kVectorsInteger) {
@@ -677,7 +815,8 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
   const Pass shape = pass_of(layout, args.row_count);
   const int64_t passes = (args.row_count + shape.rows - 1) / shape.rows;
   const int64_t parts = panels_per_output(args);
-  const bool widening = scratch != nullptr && product_scratch(layout) > 0 && passes >= kWidenPasses;
+  const bool widening = scratch != nullptr && product_scratch(layout) > 0 &&
+                        passes >= (is_fp8(layout.format) ? kWidenFp8Passes : kWidenPasses);
   const int64_t end = last_panel * parts;
   for (int64_t panel = first_panel * parts, panels; panel < end; panel += panels) {
     panels = least(most(shape.vectors / kPanelVectors, parts), end - panel);
@@ -690,7 +829,8 @@ void product(const ProductArgs& args, int64_t first_panel, int64_t last_panel, u
       const int64_t count = (args.row_count - row) / (passes - pass);
       auto write_outputs = [&](const ProductArgs& to) {
         for (int64_t i = 0; i < vectors; i += at_once) {
-          const uint8_t* widened = widening ? scratch + i / kPanelVectors * layout.padded_inputs * kPanel : nullptr;
+          const int64_t at = i / kPanelVectors * layout.padded_inputs * kPanel * widened_bytes(layout.format);
+          const uint8_t* widened = widening ? scratch + at : nullptr;
           write_products(to, shape, panel * kPanelVectors + i, at_once, row, count, widened, ahead);
         }
       };

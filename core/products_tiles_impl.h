@@ -24,12 +24,13 @@ constexpr int64_t kTileBlockBytes = int64_t{1} << 19;  // of panels: a quarter o
 
 // Panels that all rows go through before the next, at least two.
 inline int64_t tile_block(const Layout& layout) {
-  const int64_t bytes = kPanel * layout.padded_inputs * (layout.format == Format::kBf16 ? 2 : 1);
+  const int64_t bytes = kPanel * layout.padded_inputs * (is_bf16(layout.format) ? 2 : 1);
   return most(kTileBlockBytes / bytes / 2, 1) * 2;
 }
 
 int64_t tiled_product_scratch(const Layout& layout) {
-  return is_small(layout.format) && !layout.float_rows ? tile_block(layout) * kPanel * layout.padded_inputs : 0;
+  if (!widens_first(layout)) return 0;
+  return tile_block(layout) * kPanel * layout.padded_inputs * widened_bytes(layout.format);
 }
 
 // Rows of codes from `first` on, and how tiles find them.
@@ -122,9 +123,17 @@ inline void tiled_integer(Tiles& tiles, const TileShape& shape, const ProductArg
       high_factor = sub_int(zero_int(), load_i16(zeros + 16));
     }
     for (int64_t r = 0; r < shape.rows; ++r) {
-      const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
       const F16 row_scale = splat(row_scales[r * rows.groups_stride + g]);
       float* total = totals + r * kPanel;
+      if (layout.offsets) {
+        const F16 row_sum = splat(static_cast<float>(row_sums[r * rows.groups_stride + g]));
+        const F16 low = mul(to_float(load_int(sums + r * kPanel)), low_scale);
+        const F16 high = mul(to_float(load_int(sums + r * kPanel + 16)), high_scale);
+        store(total, fma(fma(row_sum, load_f16(scales + kPanel), low), row_scale, load(total)));
+        store(total + 16, fma(fma(row_sum, load_f16(scales + kPanel + 16), high), row_scale, load(total + 16)));
+        continue;
+      }
+      const I16 row_sum = splat_int(row_sums[r * rows.groups_stride + g]);
       const I16 low_start = layout.asymmetric ? mul_int(low_factor, row_sum) : row_sum;
       const I16 high_start = layout.asymmetric ? mul_int(high_factor, row_sum) : row_sum;
       const I16 low = add_int(low_start, load_int(sums + r * kPanel));
@@ -148,6 +157,31 @@ inline void tiled_bf16(Tiles& tiles, const ProductArgs& args, int64_t panel, int
   tiles.store(totals);
 }
 
+// `widened`: the panel's fp8 numbers as bf16. A group's sum meets its scale.
+template <typename Tiles>
+inline void tiled_fp8(Tiles& tiles, const TileShape& shape, const ProductArgs& args, int64_t panel, int64_t row,
+                      const uint8_t* widened, float* totals) {
+  const Layout& layout = args.weights->layout;
+  const uint8_t* record = args.weights->data + panel * layout.panel_bytes;
+  const TiledCodes codes(*args.quantised, args.first_row + row);
+  alignas(64) float sums[kTiledRows * kPanel];
+  for (int64_t i = 0; i < shape.rows * kPanel; i += 16) store(totals + i, splat(0.0f));
+  for (int64_t g = 0, k = 0; g < layout.groups; ++g, record += layout.block_bytes) {
+    tiles.clear();
+    for (const int64_t end = k + layout.group; k < end; k += 32) {
+      codes.load(tiles, widened + k * kPanel * 2, k * 2);
+      tiles.add_bf16();
+    }
+    tiles.store(sums);
+    const F16 low = load(reinterpret_cast<const float*>(record));
+    const F16 high = load(reinterpret_cast<const float*>(record) + 16);
+    for (int64_t at = 0; at < shape.rows * kPanel; at += kPanel) {
+      store(totals + at, fma(load(sums + at), low, load(totals + at)));
+      store(totals + at + 16, fma(load(sums + at + 16), high, load(totals + at + 16)));
+    }
+  }
+}
+
 template <typename Tiles>
 void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last_panel, uint8_t* scratch) {
   const Layout& layout = args.weights->layout;
@@ -158,12 +192,13 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
   }
   Tiles tiles;
   TileShape shape{0, 0};
-  const int64_t bytes = integer && layout.group % kTileBytes != 0 ? kTileBytes / 2 : kTileBytes;
+  int64_t bytes = kTileBytes;
+  while (integer && layout.group % bytes != 0) bytes /= 2;
   const int64_t parts = panels_per_output(args);
   const int64_t end = last_panel * parts;
   for (int64_t block = first_panel * parts, panels; block < end; block += panels) {
     panels = least(tile_block(layout), end - block);
-    const bool widening = is_small(layout.format);
+    const bool widening = widens_first(layout);
     if (widening) widen_panels(*args.weights, block, panels, scratch);
     for (int64_t row = 0; row < args.row_count; row += kTiledRows) {
       const TileShape wanted{least(args.row_count - row, kTiledRows), bytes};
@@ -176,9 +211,12 @@ void product_by_tiles(const ProductArgs& args, int64_t first_panel, int64_t last
         auto write_outputs = [&](const ProductArgs& to) {
           alignas(64) float totals[kTiledRows * kPanel];
           for (int64_t of = panel; of < panel + parts; ++of) {
+            const int64_t at = (of - block) * kPanel * layout.padded_inputs * widened_bytes(layout.format);
+            const uint8_t* widened = widening ? scratch + at : nullptr;
             if (integer) {
-              const uint8_t* widened = widening ? scratch + (of - block) * kPanel * layout.padded_inputs : nullptr;
               tiled_integer(tiles, shape, to, of, row, widened, totals);
+            } else if (is_fp8(layout.format)) {
+              tiled_fp8(tiles, shape, to, of, row, widened, totals);
             } else {
               tiled_bf16(tiles, to, of, row, totals);
             }

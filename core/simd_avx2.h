@@ -136,6 +136,33 @@ inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
   out[2] = {float_of_e4m3<2>(a), float_of_e4m3<2>(b)};
   out[3] = {float_of_e4m3<3>(a), float_of_e4m3<3>(b)};
 }
+// The same for e5m2, whose exponent f32's is 112 higher than.
+template <int kByte>
+inline __m256 float_of_e5m2(__m256i quads) {
+  constexpr int kShift = 21 - 8 * kByte;
+  const __m256i moved = kShift >= 0 ? _mm256_slli_epi32(quads, kShift) : _mm256_srli_epi32(quads, -kShift);
+  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi32(0x0fe00000));
+  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x38000000)));
+  const __m256 small = _mm256_fmadd_ps(_mm256_set1_ps(2.0f), normal, _mm256_set1_ps(-0x1p-14f));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(quads, 24 - 8 * kByte), _mm256_set1_epi32(INT32_MIN));
+  return _mm256_or_ps(_mm256_min_ps(normal, small), _mm256_castsi256_ps(sign));
+}
+inline void load_e5m2_quads(const uint8_t* p, F16 out[4]) {
+  const __m256i a = load_bytes(p);
+  const __m256i b = load_bytes(p + 32);
+  out[0] = {float_of_e5m2<0>(a), float_of_e5m2<0>(b)};
+  out[1] = {float_of_e5m2<1>(a), float_of_e5m2<1>(b)};
+  out[2] = {float_of_e5m2<2>(a), float_of_e5m2<2>(b)};
+  out[3] = {float_of_e5m2<3>(a), float_of_e5m2<3>(b)};
+}
+inline __m256i pairs_of(__m256 even, __m256 odd) {
+  return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
+}
+// Values that bf16 holds exactly, as load_bf16_pairs() reads them.
+inline void store_bf16_pairs(uint16_t* p, F16 even, F16 odd) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pairs_of(even.a, odd.a));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), pairs_of(even.b, odd.b));
+}
 // The four bits from kBit on of each lane, minus 8, of which `quads` has the two's complement.
 template <int kBit>
 inline __m256 float_of_nibble(__m256i quads) {

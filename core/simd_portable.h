@@ -129,6 +129,19 @@ inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
     for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_e4m3(p[4 * i + j]);
   }
 }
+// The same of e5m2 numbers.
+inline void load_e5m2_quads(const uint8_t* p, F16 out[4]) {
+  for (int j = 0; j < 4; ++j) {
+    for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_e5m2(p[4 * i + j]);
+  }
+}
+// Values that bf16 holds exactly, as load_bf16_pairs() reads them.
+inline void store_bf16_pairs(uint16_t* p, const F16& even, const F16& odd) {
+  for (int i = 0; i < 16; ++i) {
+    p[2 * i] = static_cast<uint16_t>(bits_from_f32(even.v[i]) >> 16);
+    p[2 * i + 1] = static_cast<uint16_t>(bits_from_f32(odd.v[i]) >> 16);
+  }
+}
 // The same of the lower or the upper halves of 16 quads of bytes, minus 8.
 template <bool kUpper>
 inline void load_u4_quads(const uint8_t* p, F16 out[4]) {

@@ -11,7 +11,7 @@ ROTATION_UNIT: int  # rotated weights have a multiple of so many inputs
 LAYOUT: int  # version of the packed bytes, layout and rounding; a packed file of another version is made anew
 KV_LAYOUT: int  # version of a KV block's bytes; saved blocks of another version are of no use
 
-Format = Literal["f32", "bf16", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
+Format = Literal["f32", "bf16", "fp8", "fp8e5m2", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
 SourceType = Literal["f32", "bf16", "f16"]
 KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
@@ -30,7 +30,13 @@ class Pool:
     def threads(self) -> int: ...
 
 def packed_bytes(
-    format: Format, outputs: int, inputs: int, group: int, asymmetric: bool = False, multiples: bool = False
+    format: Format,
+    outputs: int,
+    inputs: int,
+    group: int,
+    asymmetric: bool = False,
+    multiples: bool = False,
+    offsets: bool = False,
 ) -> int: ...
 def pack(
     source: NDArray[Any],  # [outputs, inputs], C order; f32, or uint16 bits for bf16 and f16
@@ -51,8 +57,10 @@ def pack_codes(
     format: Format,
     group: int,
     out: NDArray[np.uint8],
+    offsets: NDArray[np.float32] | None = None,  # [outputs, groups], of int4 and int2 without zeros
 ) -> float:
-    """Lay out codes that another program quantised: weight = scale * (code - zero)."""
+    """Lay out codes that another program quantised: weight = scale * (code - zero), or scale * code + offset, or scale
+    times an fp8 number."""
 
 def find_nonfinite(source: NDArray[Any], source_type: SourceType, pool: Pool) -> int:
     """Index of the first NaN or infinity, or -1."""
@@ -72,6 +80,7 @@ class Packed:
         multiples: bool = False,
         rotated: bool = False,
         float_rows: bool = False,  # integers meet rows of floats; otherwise rows are quantised too
+        offsets: bool = False,  # groups have offsets, and codes no zero
     ) -> None: ...
     def unpack(self) -> NDArray[np.float32]: ...  # [outputs, inputs], as the kernels see it, rotated back
     def unpack_rows(self, rows: NDArray[np.int32]) -> NDArray[np.float32]: ...  # [rows, inputs], these of them

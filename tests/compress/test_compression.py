@@ -86,10 +86,11 @@ def test_every_family_stays_the_same_model(name: str, method: str, tiny: Tiny, t
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_methods_keep_what_they_can_of_four_bits(method: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_methods_keep_what_they_can_of_their_bits(method: str, tiny: Tiny, tmp_path: Path) -> None:
     folder = open_model(tiny("smollm3").folder)
     nf4 = method.startswith("nf4")
-    recipe = recipe_for(folder, method, 4, group=0 if nf4 else 32)
+    fp8 = method.startswith("fp8")
+    recipe = recipe_for(folder, method, 8 if fp8 else 4, group=0 if fp8 or nf4 else 32)
     if nf4:
         widths = {name: folder.shapes[name][1] for name in recipe.bits}
         recipe = Recipe(method=method, bits={name: 4 if widths[name] % 64 == 0 else 16 for name in widths})
@@ -99,6 +100,7 @@ def test_methods_keep_what_they_can_of_four_bits(method: str, tiny: Tiny, tmp_pa
     error = distance(all_logits(small), all_logits(folder))
     assert 1e-6 < error < 0.6
     assert small.weights.layout(folder.sources["layers.0.attn.o"][0].name) is not None
+    assert not fp8 or (error < 0.1 and choose_plan(small).name == "fp8")
 
 
 def test_calibrated_rounding_is_closer_to_the_model_than_nearest(tiny: Tiny, tmp_path: Path) -> None:

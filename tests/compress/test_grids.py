@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from headrace.compress.fp8_numbers import E4M3, to_e4m3
 from headrace.compress.grids import NF4, GridSpec, dequantise, fit, round_to_nearest, rounded, to_bf16
 from headrace.compress.layer_pass import F32
 
@@ -57,6 +59,18 @@ def test_scales_are_values_of_the_type_that_is_stored(weights: F32) -> None:
         scales = fit(weights, GridSpec(bits=4, scale_type=kind)).scales
         assert (scales == rounded(scales, kind)).all()
     assert (to_bf16(np.array([1.0, 1.00390625, 1.01171875], np.float32)) == [0x3F80, 0x3F80, 0x3F82]).all()
+
+
+def test_fp8_rounds_to_the_nearest_number_to_even_and_its_largest_weight_is_448(weights: F32) -> None:
+    special = np.array([0, -0.0, 2.0**-10, 3 * 2.0**-10, 2.0**-6, 1.0625, 1.1875, 448, 449, 1e9, -17.5], np.float32)
+    values = np.concatenate([special, weights[:40].reshape(-1) * 100])
+    expected = torch.from_numpy(np.clip(values, -448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(to_e4m3(values), expected)
+    grid = fit(weights, GridSpec(bits=8, group=0, kind="fp8", scale_type="f32"))
+    codes = round_to_nearest(weights, grid)
+    assert (np.abs(E4M3[codes]).max(axis=1) == 448).all()
+    found = dequantise(codes, grid)
+    assert np.abs(found - weights).max(axis=1).max() <= np.abs(weights).max() * 2.0**-4
 
 
 def test_nf4_rounds_to_the_nearest_value_of_the_table() -> None:

@@ -122,6 +122,40 @@ def test_a_mixture_keeps_the_experts_that_tokens_go_to(tiny: Tiny, tmp_path: Pat
         assert np.array_equal(old.to_f32(), new.to_f32())
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_lose_the_neurons_that_add_nothing(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny(name).folder, source)
+    size = open_model(source).spec.experts
+    assert size is not None
+    silence_experts(source, size.intermediate_size - 16)
+    folder = open_model(source)
+    shape = Shape(experts=size.count - 1, expert_neurons=16) if name == "qwen3-moe" else Shape(expert_neurons=16)
+    reports = reshape_model(folder, tmp_path / "small", PROMPTS, shape)
+    small = open_model(tmp_path / "small")
+    assert small.spec.experts == replace(size, count=shape.experts or size.count, intermediate_size=16)
+    index = next(index for index, layer in enumerate(folder.spec.layers) if layer.experts)
+    assert small.shapes[f"layers.{index}.mlp.experts.0.down"] == (folder.spec.hidden_size, 16)
+    if shape.experts is None:
+        assert max(each.error for each in reports) < 1e-6
+        assert distance(outputs(small), outputs(folder)) < 1e-6
+
+
+def silence_experts(path: Path, neurons: int) -> None:
+    """Set what the first neurons of every expert add to 0, in the files."""
+    from safetensors.numpy import load_file, save_file
+
+    for file in path.glob("*.safetensors"):
+        tensors = {name: values.copy() for name, values in load_file(file).items()}
+        silenced = 0
+        for name, values in tensors.items():
+            if "experts" in name and name.endswith(("down_proj", "down_proj.weight", "w2.weight")):
+                values[..., :neurons] = 0
+                silenced += 1
+        assert silenced
+        save_file(tensors, file, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
@@ -131,6 +165,8 @@ def test_a_mixture_keeps_the_experts_that_tokens_go_to(tiny: Tiny, tmp_path: Pat
         ("llama", Shape(heads=3), "'heads' must be a multiple of 2"),
         ("llama", Shape(neurons=0), "'neurons' must be 1 to 96"),
         ("llama", Shape(experts=2), "has no experts"),
+        ("llama", Shape(expert_neurons=2), "has no experts. --neurons is for"),
+        ("qwen3-moe", Shape(expert_neurons=0), "'expert_neurons' must be 1 to"),
         ("qwen3-moe", Shape(experts=1), "'experts' must be at least 3"),
         ("olmo2", Shape(heads=2), "normalises all heads together"),
     ],

@@ -13,6 +13,9 @@ from headrace.models.precision import Precision, parse_kv_type, parse_plan, pars
     [
         ("f32", Precision("f32")),
         ("bf16", Precision("bf16")),
+        ("fp8", Precision("fp8")),
+        ("fp8-g128", Precision("fp8", 128)),
+        ("fp8-channel", Precision("fp8")),
         ("int8", Precision("int8", 128, rotated=True)),
         ("int4", Precision("int4", 32, rotated=True)),
         ("int4-g128", Precision("int4", 128, rotated=True)),
@@ -34,6 +37,8 @@ def test_a_precision_is_read_from_its_spelling(text: str, expected: Precision) -
     [
         "f32",
         "bf16",
+        "fp8",
+        "fp8-g32",
         "int8-g64",
         "int4-g32",
         "int4-channel",
@@ -59,6 +64,9 @@ def test_a_precision_is_spelled_as_it_is_read(name: str) -> None:
         "int4-g-32",
         "int4-g٣٢",
         "bf16-a16",
+        "fp8-a16",
+        "fp8-plain",
+        "fp8e5m2",
         "int8-plain-a16",
         "-a16",
     ],
@@ -75,6 +83,9 @@ def test_bits_count_the_share_of_the_scale() -> None:
     assert parse_precision("int2-g128").bits == 2.125
     assert parse_precision("int8-channel").bits == 8
     assert parse_precision("bf16").bits == 16
+    assert parse_precision("fp8").bits == 8
+    assert parse_precision("fp8-g128").bits == 8.25
+    assert Precision("int4", 32, stored=True, offsets=True).bits == 5
 
 
 def test_the_group_flag_does_not_override_a_spelled_group() -> None:

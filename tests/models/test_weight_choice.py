@@ -19,6 +19,7 @@ from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors, packed_size
 from headrace.models.precision import Precision, WeightFormat
 from headrace.models.weight_choice import choose_plan, describe_choice, prediction_tensors
+from tests.core.tiny import ROUNDS_ROWS
 from tests.models.quantised.quantised_models import (
     FP4,
     GROUP,
@@ -43,6 +44,11 @@ OWN = {
     "gptq-8-rows": ("int8", 128, True),
     **dict.fromkeys(("ct-w8a16-channel", "ct-w8a8", "ct-w8a8-tensor", "bnb-int8"), ("int8", 128, False)),
 }
+OWN_FP8: dict[str, Precision] = {
+    **dict.fromkeys(("fp8-tensor", "fp8-rows", "ct-fp8", "ct-fp8-tensor"), Precision("fp8", stored=True)),
+    "fp8-e5m2": Precision("fp8e5m2", stored=True),
+    "ct-fp8-block": Precision("fp8", 32, stored=True),
+}
 RICHER = ("gptq-3-v2-act-order", "gptq-4-act-order", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4")
 
 
@@ -59,7 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_every_scheme_has_a_choice() -> None:
-    assert {*OWN, *RICHER, *(name for name in SCHEMES if "fp8" in name)} == set(SCHEMES)
+    assert {*OWN, *OWN_FP8, *RICHER, "fp8-blocks"} == set(SCHEMES)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -92,10 +98,44 @@ def test_codes_without_a_layout_are_repacked_richer(name: str, built: Built) -> 
     assert describe_choice(folder, plan).startswith("int8-g32 from ")
 
 
-@pytest.mark.parametrize("name", ["fp8-tensor", "ct-fp8-block"])
-def test_fp8_becomes_bf16_which_loses_less_than_integers(name: str, built: Built) -> None:
-    folder = open_model(built(name).folder)
-    assert choose_plan(folder).name == "bf16"
+@pytest.mark.parametrize("name", OWN_FP8)
+def test_fp8_numbers_and_their_scales_are_kept_exactly_in_eight_bits(name: str, built: Built) -> None:
+    quantised = built(name)
+    folder = open_model(quantised.folder)
+    plan = choose_plan(folder)
+    expected = OWN_FP8[name]
+    assert plan.precision("layers.0.attn.qkv") == plan.precision("layers.1.mlp.down") == expected
+    assert plan.name == expected.name
+    assert describe_choice(folder, plan).endswith("the codes in the files")
+    loaded = load_tensors(folder, plan, _core.Pool(1), cache=None)
+    assert loaded.bytes == packed_size(folder.spec, folder.shapes, plan)
+    for tensor in ("layers.1.mlp.down", "layers.0.attn.o"):
+        packed = loaded.tensors[tensor]
+        assert isinstance(packed, _core.Packed)
+        assert np.array_equal(packed.unpack(), folder.tensor(tensor).to_f32())
+
+
+@pytest.mark.parametrize("name", OWN_FP8)
+def test_fp8_weights_give_the_logits_of_the_dequantised_model(name: str, built: Built) -> None:
+    quantised = built(name)
+    tokens = prompt(40)
+    keep = ["embed=f32", "head=f32"]
+    executor = CpuExecutor.load(open_model(quantised.folder), keep=keep, kv="f32", threads=2, context=CONTEXT)
+    try:
+        found = logits(executor, [tokens])[0]
+    finally:
+        executor.close()
+    expected = quantised.logits(tokens)
+    # On some instruction sets rows are rounded to bf16.
+    bound = 2e-2 if executor.isa in ROUNDS_ROWS else 1e-5
+    assert np.linalg.norm(found - expected) < bound * np.linalg.norm(expected)
+
+
+def test_fp8_blocks_that_no_group_fits_become_bf16_which_loses_less_than_integers(built: Built) -> None:
+    folder = open_model(built("fp8-blocks").folder)  # of 40 rows by 28 inputs
+    plan = choose_plan(folder)
+    assert plan.name == "bf16"
+    assert describe_choice(folder, plan) == "bf16 from FP8: it loses less than integers"
     errors: dict[str, float] = {}
     for weights in ("bf16", "int8-g32"):
         packed = load_tensors(folder, choose_plan(folder, weights), _core.Pool(1), cache=None).tensors
@@ -104,6 +144,17 @@ def test_fp8_becomes_bf16_which_loses_less_than_integers(name: str, built: Built
         dense = folder.tensor("layers.0.mlp.down").to_f32()
         errors[weights] = float(np.square(found.unpack() - dense).sum())
     assert errors["bf16"] < errors["int8-g32"]
+
+
+def test_weights_are_rounded_to_fp8_if_asked(built: Built) -> None:
+    folder = open_model(built("gptq-4").folder)
+    plan = choose_plan(folder, "fp8")
+    assert plan.name == "fp8"
+    assert not plan.precision("layers.0.attn.o").stored
+    packed = load_tensors(folder, plan, _core.Pool(1), cache=None).tensors["layers.0.attn.o"]
+    assert isinstance(packed, _core.Packed)
+    dense = folder.tensor("layers.0.attn.o").to_f32()
+    assert 0 < np.abs(packed.unpack() - dense).max() <= np.abs(dense).max() * 2.0**-4
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "awq", "ct-w4a16", "ct-w8a8", "gptq-4-act-order", "bnb-nf4", "fp8-blocks"])

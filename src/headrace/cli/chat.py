@@ -194,8 +194,8 @@ def chat(
     seed
         Seed for sampling.
     weights
-        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8, int4,
-        int3 or int2.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, fp8, int8,
+        int4, int3 or int2.
     threads
         Threads to compute with. Default: the machine's cores.
     """

@@ -70,7 +70,7 @@ def evaluate(
         JSONL file to measure on. Each line has `prompt`, with or without `completion`, or `messages`, with or without
         `tools`. Of a completion, or an assistant's message at the end, only that part is scored.
     weights
-        Precision of the weights: f32, bf16, int8, int4, int3 or int2; integers may end in -g32, -g64, -g128 or
+        Precision of the weights: f32, bf16, fp8, int8, int4, int3 or int2; integers may end in -g32, -g64, -g128 or
         -channel. Default: bf16.
     keep
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.

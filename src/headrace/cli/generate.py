@@ -96,8 +96,8 @@ def generate(
     ignore_eos
         Continue past the model's end-of-sequence tokens.
     weights
-        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8, int4,
-        int3 or int2.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, fp8, int8,
+        int4, int3 or int2.
     group
         Inputs that share a scale at int8 and fewer bits: 32, 64, 128 or channel.
     keep

@@ -103,13 +103,15 @@ def _compressed_tensors_config(folder: ModelFolder, recipe: Recipe, written: Ten
         spec = recipe.grid(bits)
         names = [name for name, each in recipe.bits.items() if each == bits]
         bytes_of_8 = recipe.quantises_activations and bits == 8 and spec.symmetric
-        kinds.add("int-quantized" if bytes_of_8 else "pack-quantized")
+        number_type = "float" if spec.kind == "fp8" else "int"
+        kind = f"{number_type}-quantized" if bytes_of_8 else "pack-quantized"
+        kinds.add(kind)
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(used) == 1 else _layer_names(folder, written, names),
-            "format": "int-quantized" if bytes_of_8 else "pack-quantized",
+            "format": kind,
             "weights": {
                 "num_bits": bits,
-                "type": "int",
+                "type": number_type,
                 "symmetric": spec.symmetric,
                 "strategy": "group" if spec.group else "channel",
                 "group_size": spec.group or None,
@@ -119,7 +121,7 @@ def _compressed_tensors_config(folder: ModelFolder, recipe: Recipe, written: Ten
                 "observer": "minmax",
                 "observer_kwargs": {},
             },
-            "input_activations": _ACTIVATIONS if recipe.quantises_activations else None,
+            "input_activations": {**_ACTIVATIONS, "type": number_type} if recipe.quantises_activations else None,
             "output_activations": None,
         }
     return {

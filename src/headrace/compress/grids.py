@@ -1,4 +1,4 @@
-"""Fits the values that a weight may take after rounding: whole numbers with a scale for each group, or NF4.
+"""Fits the values that a weight may take after rounding: whole numbers with a scale for each group, NF4 or FP8.
 
 The grids of GGUF's block types are fitted in block_grids.
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.compress.block_grids import BLOCK_TYPES, BlockScales, fit_blocks
+from headrace.compress.fp8_numbers import E4M3, MOST, to_e4m3
 from headrace.compress.layer_pass import F32
 from headrace.compress.nested_scales import NESTED_BLOCK, nest
 
@@ -40,7 +41,7 @@ class GridSpec(msgspec.Struct, frozen=True):
     bits: int
     group: int = 128  # inputs that share a scale; 0: the whole row
     symmetric: bool = True
-    kind: Literal["integer", "nf4"] = "integer"
+    kind: Literal["integer", "nf4", "fp8"] = "integer"
     scale_type: ScaleType = "bf16"
     block_type: str = ""  # of a GGUF file; the rest follows from it
     nested: bool = False  # the magnitudes of NF4's blocks are rounded too
@@ -74,7 +75,7 @@ class Grid(msgspec.Struct, frozen=True):
 
     spec: GridSpec
     scales: F32  # [outputs, groups]
-    zeros: NDArray[np.int16]  # [outputs, groups]; unused by NF4
+    zeros: NDArray[np.int16]  # [outputs, groups]; unused by NF4 and FP8
     minima: F32 | None = None  # [outputs, groups], which are subtracted, in place of zeros
     blocks: BlockScales | None = None  # what blocks of GGUF store
     magnitudes: F32 | None = None  # [outputs, groups], before they were rounded (double quantisation)
@@ -100,6 +101,8 @@ class Grid(msgspec.Struct, frozen=True):
         scaled = weights / scales[:, groups]
         if self.spec.kind == "nf4":
             return np.searchsorted((NF4[1:] + NF4[:-1]) / 2, scaled).astype(np.uint8)
+        if self.spec.kind == "fp8":
+            return to_e4m3(scaled)
         if self.minima is None:
             scaled += self.zeros[:, groups]
         return np.clip(np.rint(scaled), 0, self.spec.top).astype(np.uint8)
@@ -108,6 +111,8 @@ class Grid(msgspec.Struct, frozen=True):
         """Return the weights that codes stand for."""
         if self.spec.kind == "nf4":
             return NF4[codes] * self.scales[:, groups]
+        if self.spec.kind == "fp8":
+            return E4M3[codes] * self.scales[:, groups]
         if self.minima is not None:
             return codes.astype(np.float32) * self.scales[:, groups] - self.minima[:, groups]
         return (codes.astype(np.int16) - self.zeros[:, groups]).astype(np.float32) * self.scales[:, groups]
@@ -129,7 +134,8 @@ def fit(
     """Fit a grid to a matrix. `parts` are the rows of each tensor that it becomes in a file; all of them if empty.
 
     Without `clip` a group's grid covers its range, as plain rounding to nearest has it. With it, the part of the range
-    is searched that leaves the least square error, weighted by the `importance` of each input.
+    is searched that leaves the least square error, weighted by the `importance` of each input. FP8 is not clipped: its
+    steps near 0 hardly depend on the largest weight.
     """
     outputs, inputs = weights.shape
     group = spec.group or inputs
@@ -147,7 +153,8 @@ def fit(
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         part = weights[rows].reshape(-1, groups, group)
-        scales[rows], zeros[rows] = _fit_groups(part, spec, weight_of, _CLIPS if clip else _CLIPS[:1])
+        clips = _CLIPS if clip and spec.kind != "fp8" else _CLIPS[:1]
+        scales[rows], zeros[rows] = _fit_groups(part, spec, weight_of, clips)
     if spec.nested:
         magnitudes, begin = scales.copy(), 0
         for rows in parts or (outputs,):
@@ -203,11 +210,13 @@ def _fit_groups(
         zero = np.full(low.shape, spec.middle, dtype=np.int16)
         if spec.kind == "nf4":
             scale = largest * ratio
+        elif spec.kind == "fp8":
+            scale = largest / MOST
         elif spec.symmetric:
             scale = largest * ratio * np.float32(2 / spec.top)
         else:
             scale = (high - low) * ratio * np.float32(1 / spec.top)
-        scale = rounded(np.maximum(scale, np.float32(_LEAST * (spec.kind == "integer") or 1e-12)), spec.scale_type)
+        scale = rounded(np.maximum(scale, np.float32(_LEAST if spec.kind == "integer" else 1e-12)), spec.scale_type)
         if spec.kind == "integer" and not spec.symmetric:
             zero = np.clip(np.rint(-low * ratio / scale), 0, spec.top).astype(np.int16)
         if len(clips) == 1:

@@ -43,6 +43,8 @@ def _describe_rounding(recipe: Recipe) -> str:
     spec = recipe.grid(4)
     if spec.kind == "nf4":
         return f"{recipe.method}, blocks of {spec.group}{' with double quantisation' if recipe.nested else ''}"
+    if spec.kind == "fp8":
+        return f"{recipe.method}, E4M3 with a scale per output"
     spelled = " and ".join(str(each) for each in sorted(bits)) or "no"
     if recipe.gguf:
         return f"{recipe.method}, GGUF with {spelled} bits"

@@ -14,7 +14,7 @@ from headrace.errors import RequestError
 Scaling = Literal["none", "awq", "smoothquant"]
 Rounding = Literal["nearest", "gptq"]
 
-METHODS: Final[Mapping[str, tuple[Scaling, Rounding, Literal["integer", "nf4"]]]] = {
+METHODS: Final[Mapping[str, tuple[Scaling, Rounding, Literal["integer", "nf4", "fp8"]]]] = {
     "rtn": ("none", "nearest", "integer"),
     "gptq": ("none", "gptq", "integer"),
     "awq": ("awq", "nearest", "integer"),
@@ -23,6 +23,8 @@ METHODS: Final[Mapping[str, tuple[Scaling, Rounding, Literal["integer", "nf4"]]]
     "smoothquant+gptq": ("smoothquant", "gptq", "integer"),
     "nf4": ("none", "nearest", "nf4"),
     "nf4+gptq": ("none", "gptq", "nf4"),
+    "fp8": ("none", "nearest", "fp8"),
+    "fp8+gptq": ("none", "gptq", "fp8"),
 }
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
 GROUPS: Final = (128, 64, 32)
@@ -77,15 +79,21 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def quantises_activations(self) -> bool:
         """True if the files say that readers quantise activations too."""
-        return self.scaling == "smoothquant"
+        return self.scaling == "smoothquant" or self.kind == "fp8"
+
+    @property
+    def kind(self) -> Literal["integer", "nf4", "fp8"]:
+        return METHODS[self.method][2]
 
     def grid(self, bits: int, inputs: int = 256) -> GridSpec:
         """Return the grid of products with these bits; `inputs` of a row decide which block types of GGUF it fills."""
         if self.gguf:
             named = self.block_type and BLOCK_TYPES[self.block_type].bits == bits
             return GridSpec.of_blocks(self.block_type if named else block_type(bits, inputs, symmetric=self.symmetric))
-        if METHODS[self.method][2] == "nf4":
+        if self.kind == "nf4":
             return GridSpec(bits=4, group=NF4_BLOCK, kind="nf4", scale_type="f32", nested=self.nested)
+        if self.kind == "fp8":
+            return GridSpec(bits=8, group=self.group, kind="fp8", scale_type=self.scale_type)
         return GridSpec(bits=bits, group=self.group, symmetric=self.symmetric, scale_type=self.scale_type)
 
 

@@ -23,7 +23,7 @@ from headrace.compress.compression import check_model
 from headrace.compress.disk_layout import dense_type, untouched_names
 from headrace.compress.head_pooling import pool_heads
 from headrace.compress.input_statistics import SAMPLES
-from headrace.compress.layer_pass import F32, LayerPass, Tokens, embed, is_norm, load_layer
+from headrace.compress.layer_pass import F32, LayerPass, Route, Tokens, embed, is_norm, load_layer
 from headrace.compress.recipe import Recipe
 from headrace.compress.stored_product import NAMES, Stored, store_dense, to_disk_type
 from headrace.compress.work_folder import as_pieces
@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     heads: int | None = None  # query heads that stay, in whole groups with their key and value head
     neurons: int | None = None  # of each feed-forward layer
     experts: int | None = None  # of each mixture
+    expert_neurons: int | None = None  # of each expert
 
 
 class LayerReport(NamedTuple):
@@ -85,13 +86,27 @@ def target_spec(spec: ModelSpec, shape: Shape) -> ModelSpec:
                 f"'experts' must be at least {spec.experts.top_k}, those of a token, not {count}.", parameter="experts"
             )
         changed = msgspec.structs.replace(changed, experts=msgspec.structs.replace(spec.experts, count=count))
+    if shape.expert_neurons is not None:
+        changed = _with_smaller_experts(changed, shape.expert_neurons)
     if changed == spec:
-        raise RequestError("Pass --kv-heads, --heads, --neurons or --experts: nothing would change.", parameter="heads")
+        raise RequestError(
+            "Pass --kv-heads, --heads, --neurons, --experts or --expert-neurons: nothing would change.",
+            parameter="heads",
+        )
     if spec.qk_norm == "full" and changed.heads != spec.heads:
         raise RequestError(f"{spec.architecture} normalises all heads together, so none can go.", parameter="heads")
     if spec.qk_norm == "full" and changed.kv_heads != spec.kv_heads:
         raise RequestError(f"{spec.architecture} normalises all key heads together.", parameter="kv_heads")
     return changed
+
+
+def _with_smaller_experts(spec: ModelSpec, neurons: int) -> ModelSpec:
+    if spec.experts is None:
+        raise RequestError(
+            f"{spec.architecture} has no experts. --neurons is for its feed-forward layers.", parameter="expert_neurons"
+        )
+    size = _at_most(neurons, spec.experts.intermediate_size, "expert_neurons")
+    return msgspec.structs.replace(spec, experts=msgspec.structs.replace(spec.experts, intermediate_size=size))
 
 
 def reshape_model(
@@ -176,6 +191,7 @@ class _Reshaped:
         )
         if self._old.layer.experts:
             self._drop_experts(new, after)
+            self._narrow_experts(after)
         elif self._spec.intermediate_size != self._old.spec.intermediate_size:
             self._drop_neurons(new, after)
         final = self._layer()
@@ -212,18 +228,35 @@ class _Reshaped:
         self.tensors["attn.o"] = self.tensors["attn.o"][:, queries]
 
     def _drop_neurons(self, layer: LayerPass, hidden: F32) -> None:
-        """Keep the neurons whose part of the output is largest, and fit `down` to the output of all."""
-        down, size = self.tensors["mlp.down"], self._old.spec.intermediate_size
+        self._narrow(layer, Route("mlp", slice(None), None), hidden, self._spec.intermediate_size)
+
+    def _narrow_experts(self, hidden: F32) -> None:
+        old, new = self._old.spec.experts, self._spec.experts
+        if old is None or new is None or old.intermediate_size == new.intermediate_size:
+            return
+        layer = self._layer()
+        for route in layer.routes(layer.mlp_inputs(hidden)):
+            self._narrow(layer, route, hidden[route.rows], new.intermediate_size)
+
+    def _narrow(self, layer: LayerPass, route: Route, hidden: F32, count: int) -> None:
+        """Keep the neurons whose part of the output is largest, and fit `down` to the output of all. `hidden` are the
+        rows of the route."""
+        mlp = route.mlp
+        down = self.tensors[f"{mlp}.down"]
+        size = down.shape[1]
         gram = np.zeros((size, size), dtype=np.float32)
         for start in range(0, len(hidden), 4096):
-            opened = layer.open_mlp("mlp", layer.mlp_inputs(hidden[start : start + 4096]))
+            opened = layer.open_mlp(mlp, layer.mlp_inputs(hidden[start : start + 4096]))
+            if route.shares is not None:
+                opened = opened * route.shares[start : start + 4096, None]
             gram += opened.T @ opened
-        kept = _largest(np.diag(gram) * np.square(down).sum(axis=0), self._spec.intermediate_size)
+        seen = np.diag(gram) if gram.any() else np.ones(size)  # of an expert without tokens the weights decide
+        kept = _largest(seen * np.square(down).sum(axis=0), count)
         rows = np.concatenate([kept, size + kept]) if self._spec.gated else kept
-        for name in (f"mlp.{layer.up}", f"mlp.{layer.up}.bias"):
+        for name in (f"{mlp}.{layer.up}", f"{mlp}.{layer.up}.bias"):
             if name in self.tensors:
                 self.tensors[name] = self.tensors[name][rows]
-        self.tensors["mlp.down"] = _fitted(down[:, kept], gram[np.ix_(kept, kept)], gram[kept] @ down.T)
+        self.tensors[f"{mlp}.down"] = _fitted(down[:, kept], gram[np.ix_(kept, kept)], gram[kept] @ down.T)
 
     def _drop_experts(self, layer: LayerPass, hidden: F32) -> None:
         """Keep the experts that get the largest shares of the tokens."""
@@ -290,6 +323,9 @@ def _changed_config(folder: ModelFolder, spec: ModelSpec) -> dict[str, object]:
     if spec.experts is not None and spec.experts != old.experts:
         key = next((key for key in ("num_local_experts", "num_experts") if key in config), "num_experts")
         config[key] = spec.experts.count
+        size = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+        if old.experts is None or spec.experts.intermediate_size != old.experts.intermediate_size:
+            config[size] = spec.experts.intermediate_size
     try:
         said = model_spec(ConfigJson(config, path=folder.path / "config.json"))
     except ModelError as error:

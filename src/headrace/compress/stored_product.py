@@ -59,6 +59,8 @@ def store_codes(name: str, codes: NDArray[np.uint8], grid: Grid, *, plain_int8: 
     if spec.kind == "nf4":
         return _store_nf4(layer, codes, grid)
     found = store_dense(f"{layer}.weight_scale", grid.scales, spec.scale_type)
+    if spec.kind == "fp8":
+        return found | {f"{layer}.weight": ("F8_E4M3", codes)}
     if plain_int8 and spec.bits == 8 and spec.symmetric:
         return found | {f"{layer}.weight": ("I8", (codes ^ np.uint8(128)).view(np.int8))}
     found[f"{layer}.weight_packed"] = ("I32", pack_bits(codes, spec.bits).view(np.int32))

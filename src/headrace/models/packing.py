@@ -31,7 +31,7 @@ from headrace.models.spec import ModelSpec, is_kept_exact, is_product
 from headrace.models.weight_cache import cache_limit, evict_until_fits
 
 PANEL: Final = 32  # output channels side by side in the core's layout
-VERSION: Final = 3  # increase it when this file changes tensors before the core packs them
+VERSION: Final = 4  # increase it when this file changes tensors before the core packs them
 
 CoreTensor = _core.Packed | NDArray[np.float32]
 
@@ -129,7 +129,13 @@ def packed_matrix_bytes(outputs: int, inputs: int, precision: Precision) -> int:
 
 def _packed_bytes(precision: Precision, outputs: int, inputs: int) -> int:
     return _core.packed_bytes(
-        precision.format, outputs, inputs, precision.group, asymmetric=precision.zeros, multiples=precision.multiples
+        precision.format,
+        outputs,
+        inputs,
+        precision.group,
+        asymmetric=precision.zeros,
+        multiples=precision.multiples,
+        offsets=precision.offsets,
     )
 
 
@@ -187,6 +193,7 @@ def _tensor(piece: _PackedTensor) -> CoreTensor:
         multiples=meta["multiples"],
         rotated=meta["rotated"],
         float_rows=meta["float_rows"],
+        offsets=meta["offsets"],
     )
 
 
@@ -267,34 +274,45 @@ def _packed(name: str, tensor: DenseTensor, precision: Precision, pool: _core.Po
 
 
 def _packed_codes(name: str, folder: ModelFolder, precision: Precision) -> _PackedTensor:
-    """Pack a tensor of a quantised file with its own codes: nothing is rounded but scales, to f16."""
+    """Pack a tensor of a quantised file with its own codes: nothing is rounded but scales and offsets, to f16; the
+    scales of FP8 are not."""
     parts = [_stored_part(folder, part, precision) for part in folder.sources[name]]
-    codes, scales, zeros = (np.concatenate(each) for each in zip(*parts, strict=True))
+    codes, scales, bases = (np.concatenate(each) for each in zip(*parts, strict=True))
     if name.endswith(".gate_up"):
-        codes, scales, zeros = _panels(codes), _panels(scales), _panels(zeros)
+        codes, scales, bases = _panels(codes), _panels(scales), _panels(bases)
     outputs, inputs = codes.shape
     out = aligned_bytes(_packed_bytes(precision, outputs, inputs))
-    own = np.ascontiguousarray(zeros) if precision.zeros else None
-    gain = _core.pack_codes(codes, np.ascontiguousarray(scales), own, precision.format, precision.group, out)
+    bases = np.ascontiguousarray(bases)
+    gain = _core.pack_codes(
+        codes,
+        np.ascontiguousarray(scales),
+        bases if precision.zeros else None,
+        precision.format,
+        precision.group,
+        out,
+        offsets=bases if precision.offsets else None,
+    )
     return _PackedTensor(name, _meta(precision, outputs, inputs, gain), out)
 
 
 def _stored_part(
     folder: ModelFolder, part: TensorPart, precision: Precision
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.int16]]:
-    codes, scales, zeros = _stored_codes(folder, part.name, precision)
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[Any]]:
+    codes, scales, bases = _stored_codes(folder, part.name, precision)
     order = part.row_order(len(codes))
-    return (codes, scales, zeros) if order is None else (codes[order], scales[order], zeros[order])
+    return (codes, scales, bases) if order is None else (codes[order], scales[order], bases[order])
 
 
 def _stored_codes(
     folder: ModelFolder, name: str, precision: Precision
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.int16]]:
-    """Return codes, scales and zeros of a part, in groups of the precision."""
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[Any]]:
+    """Return codes, scales, and zeros or offsets of a part, in groups of the precision."""
     stored = folder.weights.codes(name)
     assert stored is not None, name
     inputs = stored.codes.shape[1]
-    first = runs(inputs, stored.group)[:: precision.group]  # the stored group of each group
+    first = runs(inputs, stored.group)[:: precision.group or inputs]  # the stored group of each group
+    if stored.offsets is not None:
+        return stored.codes, stored.scales[:, first], stored.offsets[:, first]
     zeros = stored.zeros[:, first]
     if precision.zeros or stored.table is not None:
         return stored.codes, stored.scales[:, first], zeros
@@ -321,6 +339,7 @@ def _meta(precision: Precision, outputs: int, inputs: int, gain: float) -> dict[
         "multiples": precision.multiples,
         "rotated": precision.rotated,
         "float_rows": precision.float_rows,
+        "offsets": precision.offsets,
         "gain": gain,
     }
 

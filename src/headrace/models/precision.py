@@ -1,8 +1,8 @@
 """Parses precisions and assigns one to every canonical tensor. Does not quantise.
 
-A precision is written `f32`, `bf16`, `int8`, `int4`, `int3` or `int2`; integer formats may add a group: `int4-g32`,
-`int8-g128`, `int4-channel`. Integers meet activations in int8, unless `-a16` follows: `int8-a16`, `int4-g32-a16`. They
-rotate their inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-a16-plain`.
+A precision is written `f32`, `bf16`, `fp8`, `int8`, `int4`, `int3` or `int2`; all but the first two may add a group:
+`int4-g32`, `int8-g128`, `int4-channel`. Integers meet activations in int8, unless `-a16` follows: `int8-a16`,
+`int4-g32-a16`. They rotate their inputs, unless they end in `-plain`: `int8-plain`, `int4-g32-a16-plain`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
-WeightFormat = Literal["f32", "bf16", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
+WeightFormat = Literal["f32", "bf16", "fp8", "fp8e5m2", "int8", "int4", "int3", "int2", "nf4", "fp4", "mxfp4", "iq4"]
 KvType = Literal["f32", "bf16", "int8", "fp8", "int4"]
 
 AUTO: Final = "auto"  # bf16, or what keeps a quantised file's weights
@@ -27,7 +27,8 @@ GROUPS: Final = (32, 64, 128)  # inputs that share a scale; 0 is per channel
 _PLAIN: Final = "-plain"
 _FLOAT_ROWS: Final = "-a16"
 TABLES: Final = frozenset({"nf4", "fp4", "mxfp4", "iq4"})  # codes of files that stand for the 16 values of a table
-_BITS: Final[dict[str, int]] = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+FP8: Final = frozenset({"fp8", "fp8e5m2"})  # E4M3, and E5M2 as files have it: weights are not rounded to it
+_BITS: Final[dict[str, int]] = {"f32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 SMALL: Final = frozenset({"int4", "int3", "int2"})  # formats whose group scales may be multiples
 # Small codes take groups of 32 because they are coarse and gain most from close scales. int8 hardly gains, and its
 # products are bound by the work at the end of each group, so it takes 128.
@@ -42,11 +43,14 @@ class Precision(msgspec.Struct, frozen=True):
     group: int = 0  # inputs that share a scale; 0 is per channel, and for float formats
     stored: bool = False  # codes and scales are those of a quantised file
     zeros: bool = False  # of stored codes: every group has a zero of its own
+    offsets: bool = False  # of stored codes: every group has an offset, which is added to scale * code
     float_rows: bool = False  # integers meet activations in floats, not in int8
     rotated: bool = False  # inputs are rotated before they are rounded, so that outliers spread over the row
 
     @property
     def name(self) -> str:
+        if self.format in FP8:
+            return f"{self.format}-g{self.group}" if self.group else self.format
         if not self.is_integer:
             return self.format
         name = f"{self.format}-{f'g{self.group}' if self.group else 'channel'}{_FLOAT_ROWS if self.float_rows else ''}"
@@ -64,10 +68,11 @@ class Precision(msgspec.Struct, frozen=True):
     @property
     def bits(self) -> float:
         """Bits per weight, including its share of the scales, for long rows."""
-        plain = _BITS.get(self.format, 4)
+        plain = 8 if self.format in FP8 else _BITS.get(self.format, 4)
         if self.multiples:
             return plain + 8 / self.group + 16 / (4 * self.group)
-        return plain + ((32 if self.zeros else 16) / self.group if self.group else 0)
+        wide = self.zeros or self.offsets or self.format in FP8
+        return plain + ((32 if wide else 16) / self.group if self.group else 0)
 
     @property
     def multiples(self) -> bool:
@@ -91,11 +96,20 @@ def parse_precision(
     float_rows = weights.endswith(_FLOAT_ROWS)
     if format_name not in _BITS:
         raise RequestError(
-            f"Unknown precision '{text}'. Expected f32, bf16, int8, int4, int3 or int2; integers may end in -g32, "
-            "-g64, -g128 or -channel, then in -a16, and then in -plain.",
+            f"Unknown precision '{text}'. Expected f32, bf16, fp8, int8, int4, int3 or int2; fp8 and integers may end "
+            "in -g32, -g64, -g128 or -channel, and integers then in -a16, and then in -plain.",
             parameter=parameter,
         )
     chosen = cast(WeightFormat, format_name)
+    if chosen == "fp8":
+        if float_rows or not rotated:
+            raise RequestError(
+                f"Precision '{text}' is invalid: fp8 rounds and rotates no activations. Write "
+                f"'{weights.removesuffix(_FLOAT_ROWS)}'.",
+                parameter=parameter,
+            )
+        named = suffix.removeprefix("g") if dash else "channel" if group is None else group
+        return Precision(chosen, parse_group(named))
     if chosen not in _DEFAULT_GROUP:
         if dash or float_rows or not rotated:
             raise RequestError(

@@ -1,7 +1,7 @@
 """Chooses the precision of a model's weights when the user names none ("auto"), and says why.
 
-What is not quantised on disk becomes bf16. Whole numbers keep their codes, where the kernels have a layout for them;
-everything else goes to the nearest richer precision. Does not read weights.
+What is not quantised on disk becomes bf16. Whole numbers and FP8 keep their codes, where the kernels have a layout for
+them; everything else goes to the nearest richer precision. Does not read weights.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _RICHER: Final = Precision("int8", 32, rotated=True)
 _NEAR_TABLES: Final = frozenset({"nf4", "fp4"})
 _LONGEST: Final = 128  # inputs of a group: activations are rounded per group too, so long groups are divided
 _UNIT: Final = 32  # inputs; the kernels' groups are multiples of it
+_CLOSER: Final = 16  # inputs of the only group below it, which int4 and int2 may have
 # Layers after the last one of a model predict further tokens, as those do whose name has a part "mtp".
 _LAYER: Final = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d{1,6})\.")
 
@@ -125,14 +126,29 @@ def _precision(folder: ModelFolder, name: str, *, float_rows: bool) -> Precision
             return None
         layouts.add(layout)
     if any(layout.kind == "float" for layout in layouts):
-        return Precision("bf16")  # a value of FP8 times its scale, rounded to 8 bits of fraction
+        return _kept_fp8(layouts)
     layout = layouts.pop()
     near = layout.table in _NEAR_TABLES and not float_rows
     if layouts or near or (layout.kind != "codes" and not layout.table):
         return _RICHER
     group = _LONGEST if layout.group % _LONGEST == 0 else layout.group
+    kind = cast(WeightFormat, layout.table) if layout.table else stored_format(layout.bits)
     if group % _UNIT:
-        return _RICHER
-    if layout.table:
-        return Precision(cast(WeightFormat, layout.table), group, stored=True)
-    return Precision(stored_format(layout.bits), group, stored=True, zeros=not layout.symmetric)
+        if group % _CLOSER or layout.table or layout.bits > 4:
+            return _RICHER
+        group = _CLOSER
+        kind = "int2" if layout.bits == 2 else "int4"
+    zeros = not (layout.symmetric or layout.offsets or layout.table)
+    return Precision(kind, group, stored=True, zeros=zeros, offsets=layout.offsets)
+
+
+def _kept_fp8(layouts: set[StoredLayout]) -> Precision:
+    """Return the precision of FP8 numbers: their own, or bf16, which rounds a number times its scale, if the parts of a
+    tensor differ or the kernels have no group of the size."""
+    layout = layouts.pop()
+    if layouts or layout.group % _UNIT:
+        return Precision("bf16")
+    group = _LONGEST if layout.group and layout.group % _LONGEST == 0 else layout.group
+    if group and _LONGEST % group:
+        return Precision("bf16")
+    return Precision(cast(WeightFormat, layout.table), group, stored=True)

@@ -50,6 +50,7 @@ from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_group
 from headrace.variant import Variant
 
+_WIDTH_OF: Final = {"nf4": "NF4 has 4 bits", "fp8": "FP8 has 8 bits"}
 _COLUMNS: Final = 100  # width of a table that is not printed on a terminal
 
 
@@ -98,11 +99,11 @@ def compress(
         Folder or .gguf file to write. It must not exist.
     method
         rtn (round to nearest), gptq, awq, awq+gptq, smoothquant (weights and activations in int8), smoothquant+gptq,
-        nf4 or nf4+gptq.
+        nf4, nf4+gptq, fp8 (E4M3, 8 bits) or fp8+gptq.
     bits
         Bits of each weight in the layers' products, 2 to 8. Embedding, head and norms stay as they are. A fraction,
         such as 4.5, is a mean with scales: each product gets the bits that its measured effect deserves. Default: 4;
-        8 for smoothquant.
+        8 for smoothquant and fp8.
     target_size
         Size of the weight files, such as 80MB. Each product gets the bits that its measured effect deserves.
     max_kl
@@ -110,7 +111,7 @@ def compress(
         that costs little.
     group
         Inputs that share a scale: 128, 64, 32 or channel. Default: the largest that divides every row, or channel for
-        smoothquant.
+        smoothquant and fp8.
     symmetric
         Store no zero for each group. Default: only for 8 bits. In a GGUF file: Q4_0 for 4 bits.
     block_type
@@ -188,8 +189,8 @@ def compress(
     counted = sum(len(sequence) for sequence in sequences)
     name = "the bundled text" if calibrate is None else source.name
     if target is not None:
-        if recipe.grid(4).kind == "nf4":
-            raise RequestError("NF4 has 4 bits. Choose another method for a mixed plan.", parameter="method")
+        if recipe.kind != "integer":
+            raise RequestError(f"{_WIDTH_OF[recipe.kind]}. Choose another method for a mixed plan.", parameter="method")
         with EvaluationBar() as bar:
             recipe = planned(folder, sequences, recipe, target, lambda done, total: bar.show(_sensing(done, total)))
     with EvaluationBar() as bar:
@@ -237,12 +238,14 @@ def _recipe(
     clip: bool,
     act_order: bool,
 ) -> Recipe:
-    smooth = method.startswith("smoothquant")
-    chosen = (8 if smooth else 4) if bits is None else bits
+    wide = method.startswith(("smoothquant", "fp8"))  # by rows, in 8 bits
+    chosen = (8 if wide else 4) if bits is None else bits
     if chosen not in BITS:
         raise RequestError(f"'bits' must be 2 to 8, not {chosen}.", parameter="bits")
     if method.startswith("nf4") and chosen != 4:
         raise RequestError(f"NF4 has 4 bits, not {chosen}. Choose another method or remove --bits.", parameter="bits")
+    if method.startswith("fp8") and chosen != 8:
+        raise RequestError(f"FP8 has 8 bits, not {chosen}. Choose another method or remove --bits.", parameter="bits")
     names = products_of(folder)
     each = dict.fromkeys(names, chosen)
     for entry in keep:
@@ -258,7 +261,7 @@ def _recipe(
         each.update(dict.fromkeys(matched, int(kept)))
     return Recipe(
         method=method,
-        group=_group(folder, names) if group is None and not smooth else parse_group(group or "channel"),
+        group=_group(folder, names) if group is None and not wide else parse_group(group or "channel"),
         symmetric=(chosen == 8) if symmetric is None else symmetric,
         clip=clip,
         act_order=act_order,

@@ -56,6 +56,8 @@ def check_format(kind: str, recipe: Recipe) -> None:
             "Block types with a minimum have no exact 0. Pass --symmetric with --sparsity for a GGUF file.",
             parameter="symmetric",
         )
+    if recipe.kind == "fp8":
+        _check_fp8(recipe)
     if kind in ("compressed-tensors", "bitsandbytes"):
         if not recipe.rounds:
             raise RequestError(f"{kind} is for rounded weights. Remove --format or pass --bits.", parameter="format")
@@ -67,9 +69,16 @@ def check_format(kind: str, recipe: Recipe) -> None:
             )
 
 
+def _check_fp8(recipe: Recipe) -> None:
+    if recipe.group:
+        raise RequestError("FP8 files have a scale per output. Remove --group.", parameter="group")
+    if any(bits not in (8, KEPT) for bits in recipe.bits.values()):
+        raise RequestError("FP8 has 8 bits, and --keep PATTERN=16 keeps what it names as it is.", parameter="keep")
+
+
 def gguf_recipe(recipe: Recipe, block_type: str | None, target: Target | None) -> Recipe:
     """Return a recipe whose products get block types of GGUF."""
-    if recipe.scaling == "smoothquant" or recipe.grid(4).kind == "nf4":
+    if recipe.scaling == "smoothquant" or recipe.kind != "integer":
         raise RequestError(
             f"GGUF files have no {recipe.method}. Choose rtn, gptq, awq or awq+gptq.", parameter="method"
         )

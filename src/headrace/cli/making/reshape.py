@@ -28,6 +28,7 @@ def reshape(
     heads: int | None = None,
     neurons: int | None = None,
     experts: int | None = None,
+    expert_neurons: int | None = None,
     calibrate: Path | None = None,
     calibrate_tokens: int = 8192,
     window: int | None = None,
@@ -54,6 +55,8 @@ def reshape(
         Neurons of each feed-forward layer that stay. A multiple of 32 suits int8 and int4, of 128 best.
     experts
         Experts of each mixture that stay: those that get the largest shares of the tokens.
+    expert_neurons
+        Neurons of each expert that stay. A multiple of 32 suits int8 and int4, of 128 best.
     calibrate
         Text file, or JSONL file of prompts as `headrace evaluate` reads them. Default: a bundled English text about
         software.
@@ -64,7 +67,7 @@ def reshape(
     """
     folder = open_model(find_model(model))
     sequences = calibration_sequences(folder, read_documents(calibrate or BUNDLED_TEXT), window, calibrate_tokens)
-    shape = Shape(kv_heads=kv_heads, heads=heads, neurons=neurons, experts=experts)
+    shape = Shape(kv_heads=kv_heads, heads=heads, neurons=neurons, experts=experts, expert_neurons=expert_neurons)
     with EvaluationBar() as bar:
         reports = reshape_model(
             folder, out, sequences, shape, lambda done, total: bar.show(EvaluationProgress("layers", done, total))

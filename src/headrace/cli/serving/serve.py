@@ -60,8 +60,8 @@ def serve(
     port
         Port to listen on; 0 picks a free one.
     weights
-        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, int8, int4,
-        int3 or int2; -a16 after auto or integers leaves activations unrounded.
+        Precision of the weights: auto (bf16, or what keeps the weights of a quantised file), f32, bf16, fp8, int8,
+        int4, int3 or int2; -a16 after auto or integers leaves activations unrounded.
     kv
         Precision of the KV cache: f32, bf16, int8, fp8 or int4.
     threads

@@ -29,10 +29,19 @@ class Block(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Weights as scale * (code - zero), in groups of 32 inputs that share a scale."""
+    """Weights as scale * (code - zero), or scale * code + offset, in groups of inputs that share these."""
 
     codes: NDArray[np.uint8]  # [outputs, inputs]
     scales: F32  # [outputs, groups]
+    offsets: F32 | None = None  # [outputs, groups]
+
+
+class Exact(NamedTuple):
+    """How a type is kept with its own codes."""
+
+    bits: int
+    group: int = 32
+    offsets: bool = False
 
 
 def decode_rows(rows: Bytes, type_name: str) -> F32:
@@ -51,11 +60,22 @@ def decode_rows(rows: Bytes, type_name: str) -> F32:
 
 
 def exact_codes(rows: Bytes, type_name: str) -> Codes:
-    """Return the codes and scales of rows of a type in EXACT_BITS. The zero is in the middle: 128, or 8 of Q4_0. Codes
-    of IQ4_NL and IQ4_XS stand for IQ4_VALUES."""
+    """Return the codes of rows of a type in EXACT, with scales and offsets. Without offsets, the zero is in the middle.
+    Codes of IQ4_NL and IQ4_XS stand for IQ4_VALUES."""
     block = BLOCKS[type_name]
     blocks = np.ascontiguousarray(rows).reshape(-1, block.bytes)
+    with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale: the caller rejects what is not finite
+        codes, scales, offsets = _exact_blocks(blocks, type_name)
+    return Codes(
+        codes.reshape(len(rows), -1),
+        np.ascontiguousarray(scales.reshape(len(rows), -1)),
+        None if offsets is None else np.ascontiguousarray(offsets.reshape(len(rows), -1)),
+    )
+
+
+def _exact_blocks(blocks: Bytes, type_name: str) -> tuple[Bytes, F32, F32 | None]:
     scales = _half(blocks, 0)
+    offsets = None
     match type_name:
         case "Q8_0":
             codes = blocks[:, 2:] ^ np.uint8(128)
@@ -63,13 +83,23 @@ def exact_codes(rows: Bytes, type_name: str) -> Codes:
             codes = _fives(blocks, 2) + np.uint8(128 - 16)
         case "Q4_0":
             codes = _nibbles(blocks[:, 2:], 16)
+        case "Q4_1":
+            codes, offsets = _nibbles(blocks[:, 4:], 16), _half(blocks, 2)
+        case "Q4_K":
+            codes = _nibbles(blocks[:, 16:], 32)
+            scales, minima = _scales_and_minima(blocks)
+            offsets = -minima
+        case "Q2_K":
+            codes = _q2_codes(blocks).reshape(len(blocks), -1)
+            scales, minima = _q2_scales(blocks)
+            offsets = -minima
+        case "Q3_K":
+            codes, scales = _q3_codes(blocks).reshape(len(blocks), -1), _q3_scales(blocks)
         case "IQ4_NL":
             codes = _nibbles(blocks[:, 2:], 16)
         case _:
-            codes = _nibbles(blocks[:, 8:], 16)
-            with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale
-                scales = _iq4_xs_scales(blocks)
-    return Codes(codes.reshape(len(rows), -1), np.ascontiguousarray(scales.reshape(len(rows), -1)))
+            codes, scales = _nibbles(blocks[:, 8:], 16), _iq4_xs_scales(blocks)
+    return codes, scales, offsets
 
 
 def _half(blocks: Bytes, at: int) -> F32:
@@ -120,24 +150,37 @@ def _q8_0(blocks: Bytes) -> F32:
     return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
 
+def _q2_codes(blocks: Bytes) -> Bytes:
+    return ((blocks[:, 16:80].reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
+
+
+def _q2_scales(blocks: Bytes) -> tuple[F32, F32]:
+    """Return the scales and minima of the sixteen groups of each block, four bits each."""
+    scales = _half(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
+    return scales, _half(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32)
+
+
 def _q2_k(blocks: Bytes) -> F32:
-    scales, data = blocks[:, :16], blocks[:, 16:80]
-    scale = (_half(blocks, 80) * (scales & np.uint8(15)).astype(np.float32))[:, :, None]
-    minimum = (_half(blocks, 82) * (scales >> np.uint8(4)).astype(np.float32))[:, :, None]
-    codes = ((data.reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
-    values: F32 = np.subtract(scale * codes.astype(np.float32), minimum)
+    scale, minimum = _q2_scales(blocks)
+    values: F32 = np.subtract(scale[:, :, None] * _q2_codes(blocks).astype(np.float32), minimum[:, :, None])
     return values
 
 
-def _q3_k(blocks: Bytes) -> F32:
-    high, data, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+def _q3_scales(blocks: Bytes) -> F32:
+    packed = blocks[:, 96:108]
     low_scales = (packed[:, None, :8] >> _NIBBLES).reshape(-1, 16) & np.uint8(15)
     high_scales = (packed[:, None, 8:] >> _PAIRS).reshape(-1, 16) & np.uint8(3)
-    scales = _minus(low_scales | (high_scales << np.uint8(4)), 32)
-    scale = (_half(blocks, 108) * scales)[:, :, None]
-    low = ((data.reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
-    set_bits = ((high[:, None, :] >> _BITS) & np.uint8(1)).reshape(-1, 16, 16)
-    return scale * _minus(low | (set_bits << np.uint8(2)), 4)
+    return _half(blocks, 108) * _minus(low_scales | (high_scales << np.uint8(4)), 32)
+
+
+def _q3_codes(blocks: Bytes) -> Bytes:
+    low = ((blocks[:, 32:96].reshape(-1, 2, 1, 32) >> _PAIRS) & np.uint8(3)).reshape(-1, 16, 16)
+    set_bits = ((blocks[:, None, :32] >> _BITS) & np.uint8(1)).reshape(-1, 16, 16)
+    return low | (set_bits << np.uint8(2))
+
+
+def _q3_k(blocks: Bytes) -> F32:
+    return _q3_scales(blocks)[:, :, None] * _minus(_q3_codes(blocks), 4)
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[F32, F32]:
@@ -148,20 +191,20 @@ def _scales_and_minima(blocks: Bytes) -> tuple[F32, F32]:
     scales = np.hstack([first & np.uint8(63), (rest & np.uint8(15)) | ((first >> two) & np.uint8(48))])
     minima = np.hstack([second & np.uint8(63), (rest >> np.uint8(4)) | ((second >> two) & np.uint8(48))])
     scale = _half(blocks, 0) * scales.astype(np.float32)
-    minimum = _half(blocks, 2) * minima.astype(np.float32)
-    return scale[:, :, None], minimum[:, :, None]
+    return scale, _half(blocks, 2) * minima.astype(np.float32)
 
 
 def _q4_k(blocks: Bytes) -> F32:
     scale, minimum = _scales_and_minima(blocks)
-    return scale * _nibbles(blocks[:, 16:], 32).reshape(-1, 8, 32).astype(np.float32) - minimum
+    codes = _nibbles(blocks[:, 16:], 32).reshape(-1, 8, 32)
+    return scale[:, :, None] * codes.astype(np.float32) - minimum[:, :, None]
 
 
 def _q5_k(blocks: Bytes) -> F32:
     scale, minimum = _scales_and_minima(blocks)
     low = _nibbles(blocks[:, 48:], 32).reshape(-1, 8, 32)
     high = (blocks[:, None, 16:48] >> _BITS) & np.uint8(1)
-    return scale * (low | (high << np.uint8(4))).astype(np.float32) - minimum
+    return scale[:, :, None] * (low | (high << np.uint8(4))).astype(np.float32) - minimum[:, :, None]
 
 
 def _q6_k(blocks: Bytes) -> F32:
@@ -204,8 +247,19 @@ BLOCKS: Final[Mapping[str, Block]] = {
     "IQ4_NL": Block(32, 18, _iq4_nl),
     "IQ4_XS": Block(256, 136, _iq4_xs),
 }
-# Types whose weights are a scale times whole numbers in groups of 32, as the kernels have them, and the bits of codes.
-EXACT_BITS: Final[Mapping[str, int]] = {"Q8_0": 8, "Q5_0": 8, "Q4_0": 4, "IQ4_NL": 4, "IQ4_XS": 4}
+# Types that the kernels have a layout for. Those of 5 and 6 bits with minima or closer groups are not among them: their
+# codes would take 8 bits of memory, as weights that are rounded to int8 do.
+EXACT: Final[Mapping[str, Exact]] = {
+    "Q8_0": Exact(8),
+    "Q5_0": Exact(8),
+    "Q4_0": Exact(4),
+    "Q4_1": Exact(4, offsets=True),
+    "Q4_K": Exact(4, offsets=True),
+    "Q3_K": Exact(3, group=16),
+    "Q2_K": Exact(2, group=16, offsets=True),
+    "IQ4_NL": Exact(4),
+    "IQ4_XS": Exact(4),
+}
 # The types' numbers in files; those that BLOCKS lacks are refused by name.
 TYPE_NAMES: Final[Mapping[int, str]] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",

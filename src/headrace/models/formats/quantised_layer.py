@@ -86,7 +86,7 @@ class QuantisedLayer:
 
 
 class AffineCodes(msgspec.Struct, frozen=True):
-    """Weights as whole numbers: scale * (code - zero), with a scale and a zero for each group of inputs."""
+    """Weights as codes: scale * (code - zero), with a scale and a zero for each group of inputs."""
 
     bits: int
     group: int  # inputs that share a scale; a whole row: all inputs
@@ -94,7 +94,9 @@ class AffineCodes(msgspec.Struct, frozen=True):
     scales: NDArray[np.float32]  # [outputs, groups]
     zeros: NDArray[np.int16]  # [outputs, groups]
     group_of: NDArray[np.int64] | None = None  # the group of every input, if groups are not runs of inputs (act order)
-    table: NDArray[np.int16] | None = None  # what each code stands for, if not for itself; the zeros are 0 then
+    # What each code stands for, if not for itself: whole numbers, or of FP8 numbers. The zeros are 0 then.
+    table: NDArray[np.int16] | NDArray[np.float32] | None = None
+    offsets: NDArray[np.float32] | None = None  # [outputs, groups], added to scale * code; the zeros are 0 then
 
     def dense(self) -> NDArray[np.float32]:
         """Return the weights in f32: whole numbers are subtracted, and their product with the scale is rounded once."""
@@ -107,6 +109,8 @@ class AffineCodes(msgspec.Struct, frozen=True):
             codes = self.codes[rows].astype(np.int16) if self.table is None else self.table[self.codes[rows]]
             centred = codes - self.zeros[rows][:, index]
             np.multiply(self.scales[rows][:, index], centred, out=values[rows])
+            if self.offsets is not None:
+                values[rows] += self.offsets[rows][:, index]
         return values
 
 
@@ -119,12 +123,15 @@ class StoredLayout(msgspec.Struct, frozen=True):
     """How a layer is kept in its file, as far as it decides the precision in memory."""
 
     # "codes" (whole numbers in runs of a group), "shuffled" (act order), "table" (codes for 16 values), "blocks" (of
-    # GGUF, with minima or closer groups) or "float" (FP8)
+    # GGUF, for which the kernels have no layout) or "float" (FP8)
     kind: str
     bits: int
     group: int = 0  # of codes; 0: a scale per row
     symmetric: bool = False  # the zero is in the middle for every group
-    table: str = ""  # the kernels' name of the table: nf4, fp4, mxfp4, iq4; empty if they have none like it
+    table: str = (
+        ""  # the kernels' name of a table or of FP8: nf4, fp4, mxfp4, iq4, fp8; empty if they have none like it
+    )
+    offsets: bool = False  # codes have no zero, and every group an offset
 
 
 class Scheme(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError
-from headrace.models.formats.gguf_blocks import EXACT_BITS, IQ4_VALUES, decode_rows, exact_codes
+from headrace.models.formats.gguf_blocks import EXACT, IQ4_VALUES, decode_rows, exact_codes
 from headrace.models.formats.gguf_file import GgufFile, GgufTensor
 from headrace.models.formats.quantised_layer import AffineCodes, StoredLayout
 from headrace.models.formats.tensors import DenseTensor
@@ -21,7 +21,6 @@ _DENSE: Final[Mapping[str, tuple[Literal["f32", "bf16", "f16"], str]]] = {
     "BF16": ("bf16", "<u2"),
     "F16": ("f16", "<u2"),
 }
-_GROUP: Final = 32
 _IQ4: Final = frozenset({"IQ4_NL", "IQ4_XS"})
 
 
@@ -64,25 +63,40 @@ class GgufWeights:
         kind = self._entry(name).type
         if kind in _DENSE:
             return None
-        bits = EXACT_BITS.get(kind)
-        if bits is None:
+        exact = EXACT.get(kind)
+        if exact is None:
             return StoredLayout("blocks", 0)
         table = "iq4" if kind in _IQ4 else ""
-        return StoredLayout("table" if table else "codes", bits, _GROUP, symmetric=True, table=table)
+        return StoredLayout(
+            kind="table" if table else "codes",
+            bits=exact.bits,
+            group=exact.group,
+            symmetric=not exact.offsets,
+            table=table,
+            offsets=exact.offsets,
+        )
 
     def codes(self, name: str) -> AffineCodes | None:
         entry = self._entry(name)
-        bits = EXACT_BITS.get(entry.type)
-        if bits is None:
+        exact = EXACT.get(entry.type)
+        if exact is None:
             return None
-        codes, scales = exact_codes(self._rows(name, entry), entry.type)
-        if not np.isfinite(scales).all():
+        codes, scales, offsets = exact_codes(self._rows(name, entry), entry.type)
+        if not (np.isfinite(scales).all() and (offsets is None or np.isfinite(offsets).all())):
             raise ModelError(
                 "Contains NaN or infinity. Download the model again.", path=self.file.path, tensor=name[:200]
             )
         table = IQ4_VALUES if entry.type in _IQ4 else None
-        zeros = np.full(scales.shape, 1 << (bits - 1) if table is None else 0, dtype=np.int16)
-        return AffineCodes(bits=bits, group=_GROUP, codes=codes, scales=scales, zeros=zeros, table=table)
+        middle = 1 << (exact.bits - 1) if table is None and offsets is None else 0
+        return AffineCodes(
+            bits=exact.bits,
+            group=exact.group,
+            codes=codes,
+            scales=scales,
+            zeros=np.full(scales.shape, middle, dtype=np.int16),
+            table=table,
+            offsets=offsets,
+        )
 
     def block_type(self, name: str) -> str:
         """Return the name of a tensor's type, such as Q4_K."""

@@ -106,9 +106,9 @@ class CompressedTensors(msgspec.Struct, frozen=True):
             not layer.has("weight_zero_point"),
         )
 
-    def codes(self, layer: QuantisedLayer) -> AffineCodes | None:
+    def codes(self, layer: QuantisedLayer) -> AffineCodes:
         if layer.dtype("weight") in FP8:
-            return None
+            return self.fp8.codes(layer)
         outputs, inputs = self.shape(layer)
         _, _, bits = self._integers(layer)
         middle = 1 << (bits - 1)
@@ -136,8 +136,7 @@ class CompressedTensors(msgspec.Struct, frozen=True):
         )
 
     def dense(self, layer: QuantisedLayer) -> NDArray[np.float32]:
-        codes = self.codes(layer)
-        return self.fp8.dense(layer) if codes is None else codes.dense()
+        return self.codes(layer).dense()
 
     def _integers(self, layer: QuantisedLayer) -> tuple[int, int, int]:
         """Return outputs, inputs and bits of a layer of whole numbers."""

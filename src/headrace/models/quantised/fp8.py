@@ -1,10 +1,12 @@
 """Reads layers in FP8 (E4M3 or E5M2): `weight` with `weight_scale` or `weight_scale_inv`, which multiplies it.
 
-A scale belongs to the tensor, to a row, or to a block of rows and inputs.
+A scale belongs to the tensor, to a row, or to a block of rows and inputs. Static and dynamic scales of activations are
+ignored: the executor rounds no activations beside FP8 weights.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -15,7 +17,6 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.formats.quantised_layer import FLOATS, AffineCodes, QuantisedLayer, StoredLayout
 
 FP8: Final = ("F8_E4M3", "F8_E5M2")
-_AT_ONCE: Final = 1 << 22  # weights that are widened at a time
 _MAX_BLOCK: Final = 1 << 17
 
 
@@ -36,7 +37,10 @@ def _table(exponent_bits: int, *, infinities: bool) -> NDArray[np.float32]:
     return np.where(codes >= 128, -values, values).astype(np.float32)
 
 
-_TABLES: Final = {"F8_E4M3": _table(4, infinities=False), "F8_E5M2": _table(5, infinities=True)}
+_NOT_FINITE: Final = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7C}  # all of these bits are set in infinity and NaN
+_NAMES: Final = {"F8_E4M3": "fp8", "F8_E5M2": "fp8e5m2"}  # of the kernels
+# What each byte stands for.
+TABLES: Final = {"F8_E4M3": _table(4, infinities=False), "F8_E5M2": _table(5, infinities=True)}
 
 
 class Fp8(msgspec.Struct, frozen=True):
@@ -62,27 +66,41 @@ class Fp8(msgspec.Struct, frozen=True):
         return outputs, inputs
 
     def layout(self, layer: QuantisedLayer) -> StoredLayout:
-        return StoredLayout("float", 8)
+        _, inputs = self.shape(layer)
+        _, width = self._block_of(layer)
+        return StoredLayout("float", 8, 0 if width == inputs else width, table=_NAMES[layer.dtype("weight") or ""])
 
-    def codes(self, layer: QuantisedLayer) -> AffineCodes | None:
-        return None
+    def codes(self, layer: QuantisedLayer) -> AffineCodes:
+        outputs, inputs = self.shape(layer)
+        table = TABLES[layer.dtype("weight") or ""]
+        codes = np.ascontiguousarray(layer.data("weight")).view(np.uint8)
+        top = np.uint8(_NOT_FINITE[layer.dtype("weight") or ""])
+        if ((codes & top) == top).any():
+            raise layer.error("weight", "Contains NaN or infinity. Download or convert the model again.")
+        height, width = self._block_of(layer)
+        scales = layer.floats(_scale_of(layer)).reshape(-1, -(-inputs // width))
+        rows = np.arange(outputs) // height
+        return AffineCodes(
+            bits=8,
+            group=width,
+            codes=codes,
+            scales=np.ascontiguousarray(scales[rows]),
+            zeros=np.zeros((outputs, scales.shape[1]), dtype=np.int16),
+            table=table,
+        )
 
     def dense(self, layer: QuantisedLayer) -> NDArray[np.float32]:
-        outputs, inputs = self.shape(layer)
-        table = _TABLES[layer.dtype("weight") or ""]
-        codes = layer.data("weight")
-        scales = layer.floats(_scale_of(layer))
-        scales = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
-        height, width = self.block or (1, inputs)
-        if scales.shape[1] == 1 and scales.shape[0] in (1, outputs):
-            height, width = outputs // scales.shape[0], inputs
-        column = np.arange(inputs) // width
-        values = np.empty((outputs, inputs), dtype=np.float32)
-        step = max(1, _AT_ONCE // inputs)
-        for start in range(0, outputs, step):
-            rows = np.arange(start, min(start + step, outputs))
-            np.multiply(table[codes[rows]], scales[rows // height][:, column], out=values[start : start + step])
-        return values
+        return self.codes(layer).dense()
+
+    def _block_of(self, layer: QuantisedLayer) -> tuple[int, int]:
+        """Return the rows and inputs that share a scale."""
+        outputs, inputs = layer.shape("weight")
+        shape = layer.shape(_scale_of(layer))
+        count = math.prod(shape)
+        if self.block is None or (count in (1, outputs) and shape[1:] in ((), (1,))):
+            return outputs // count, inputs
+        height, width = self.block
+        return height, min(width, inputs)
 
 
 def read_block(config: ConfigJson, key: str) -> tuple[int, int] | None:

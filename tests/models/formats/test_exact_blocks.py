@@ -1,0 +1,61 @@
+"""Block types of GGUF that are kept with their own codes: nothing is lost but what f16 does not hold of a scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import headrace._core as _core
+from headrace.models.formats.gguf_blocks import BLOCKS, EXACT, IQ4_VALUES, decode_rows, exact_codes
+from headrace.models.formats.quantised_layer import AffineCodes
+from headrace.models.packing import aligned_bytes
+from headrace.models.precision import WeightFormat
+
+ROWS, INPUTS = 64, 512
+HALVES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}  # where a block has its f16 numbers
+WITH_MINIMA = ("Q4_1", "Q4_K", "Q2_K")
+
+
+def random_rows(name: str) -> NDArray[np.uint8]:
+    """Any bytes are codes; the f16 numbers are of a weight's size."""
+    random = np.random.default_rng(1)
+    block = BLOCKS[name]
+    blocks = random.integers(0, 256, (ROWS * INPUTS // block.weights, block.bytes), dtype=np.uint8)
+    for at in HALVES.get(name, (0,)):
+        numbers = random.uniform(-0.01, 0.01, len(blocks)).astype("<f2")
+        blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
+    return blocks.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_codes_with_scales_and_offsets_are_the_weights_bit_for_bit(name: str) -> None:
+    rows = random_rows(name)
+    codes, scales, offsets = exact_codes(rows, name)
+    exact = EXACT[name]
+    assert (offsets is not None) == exact.offsets == (name in WITH_MINIMA)
+    assert codes.max() < 1 << exact.bits
+    assert scales.shape == (ROWS, INPUTS // exact.group)
+    table = IQ4_VALUES if name.startswith("IQ4") else None
+    middle = 0 if exact.offsets or table is not None else 1 << (exact.bits - 1)
+    zeros = np.full(scales.shape, middle, dtype=np.int16)
+    kept = AffineCodes(exact.bits, exact.group, codes, scales, zeros, table=table, offsets=offsets)
+    assert np.array_equal(kept.dense(), decode_rows(rows, name))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_kernels_layout_holds_them(name: str) -> None:
+    rows = random_rows(name)
+    exact = EXACT[name]
+    codes, scales, offsets = exact_codes(rows, name)
+    kind: WeightFormat = "int2" if exact.bits == 2 else "int4"
+    lift = 0 if exact.offsets else 8 - (1 << (exact.bits - 1))  # three bits in the middle of four
+    out = aligned_bytes(_core.packed_bytes(kind, ROWS, INPUTS, exact.group, offsets=exact.offsets))
+    gain = _core.pack_codes(codes + np.uint8(lift), scales, None, kind, exact.group, out, offsets=offsets)
+    found = _core.Packed(kind, ROWS, INPUTS, exact.group, gain, out, offsets=exact.offsets).unpack()
+    dense = decode_rows(rows, name)
+    if name == "Q4_1":  # its scales are f16 in the file; those of K-quants are an f16 times a whole number
+        assert np.array_equal(found, dense)
+    else:
+        assert 0 < np.abs(found - dense).max() < 2.0**-11 * np.abs(dense).max()
+    assert out.size * 8 / dense.size == {"Q4_1": 5, "Q4_K": 5, "Q3_K": 5, "Q2_K": 4}[name]
