@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.bench.self_speculation import Calibration, check_can_draft, choose_drafts, predicted_speedup
+from headrace.bench.self_speculation import Calibration, check_takes_drafts, choose_drafts, predicted_speedup
 from headrace.cli import main
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.errors import RequestError
@@ -48,9 +48,9 @@ def test_layers_that_do_not_exist_are_named(executor: CpuExecutor) -> None:
 
 
 def test_models_that_generate_no_text_are_rejected(executor: CpuExecutor) -> None:
-    check_can_draft(executor.spec, "mini")
+    check_takes_drafts(executor.spec, "mini")
     with pytest.raises(RequestError, match="'encoder' generates no text"):
-        check_can_draft(msgspec.structs.replace(executor.spec, kind="encoder"), "encoder")
+        check_takes_drafts(msgspec.structs.replace(executor.spec, kind="encoder"), "encoder")
 
 
 def test_the_best_way_to_draft_is_first_and_the_whole_model_always_agrees(

@@ -55,15 +55,16 @@ def predicted_speedup(agreement: float, cost: float) -> float:
     return best
 
 
-def check_can_draft(spec: ModelSpec, name: str) -> None:
-    """Raise RequestError for a model that cannot draft for itself."""
+def check_takes_drafts(spec: ModelSpec, name: str) -> None:
+    """Raise RequestError for a model that has no use for drafts."""
     if spec.kind != "decoder":
         raise RequestError(f"'{name}' generates no text. Pass a model that does.", parameter="model")
-    if spec.recurrent is not None:
-        raise RequestError(
-            f"'{name}' cannot draft for itself: it has recurrent layers, whose state cannot be taken back.",
-            parameter="model",
-        )
+
+
+def can_draft_for_itself(spec: ModelSpec) -> bool:
+    """Return whether layers of a model can be left out to draft with it. A drafter keeps KV alone, no recurrent
+    states."""
+    return not spec.state_floats
 
 
 class Calibration:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.bench.evaluation.documents import read_prompts
-from headrace.bench.self_speculation import SelfDraft, check_can_draft, choose_drafts
+from headrace.bench.self_speculation import SelfDraft, can_draft_for_itself, check_takes_drafts, choose_drafts
 from headrace.cli.output_path import check_output_folder
 from headrace.config.toml_text import toml_value
 from headrace.errors import RequestError
@@ -91,7 +91,7 @@ def speculate(
             raise RequestError(f"{name} must be {least} to {most}, not {value}.", parameter=name)
     check_output_folder(json, "json")
     folder = open_model(find_model(model))
-    check_can_draft(folder.spec, model)
+    check_takes_drafts(folder.spec, model)
     documents = read_prompts(prompts)[:count]
     common: dict[str, Any] = {
         "weights": weights,
@@ -103,15 +103,17 @@ def speculate(
     console = Console(highlight=False, stderr=True)
     try:
         asked = [_tokens(plain, each.messages, each.prompt)[-1024:] for each in documents]
-        found = choose_drafts(
-            plain.opened.executor,
-            folder,
-            asked,
-            answer=min(tokens, 32),
-            precisions=(None, *(each.strip() for each in draft_weights.split(",") if each.strip())),
-            cache=cache_folder() if cache else None,
-            progress=(lambda text: console.print(f"Trying {text}")) if sys.stderr.isatty() else None,
-        )
+        found: list[SelfDraft] = []
+        if can_draft_for_itself(folder.spec):
+            found = choose_drafts(
+                plain.opened.executor,
+                folder,
+                asked,
+                answer=min(tokens, 32),
+                precisions=(None, *(each.strip() for each in draft_weights.split(",") if each.strip())),
+                cache=cache_folder() if cache else None,
+                progress=(lambda text: console.print(f"Trying {text}")) if sys.stderr.isatty() else None,
+            )
         ways = [Measured("none", {"speculation": "none"}), Measured("n-grams", {"speculation": "ngram"})]
         ways += [Measured(_name(draft), draft.options) for draft in found[:2] if draft.speedup > 1.0]
         if has_prediction_module(folder):
@@ -184,10 +186,13 @@ def _name(draft: SelfDraft) -> str:
 
 def _show(found: list[SelfDraft], ways: list[Measured]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS)
-    table = Table("draft by", "same tokens", "cost of a draft", "predicted", box=None)
-    for draft in found[:6]:
-        table.add_row(_name(draft), f"{draft.agreement:.0%}", f"{draft.cost:.2f} steps", f"{draft.speedup:.2f}x")
-    console.print(table)
+    if found:
+        table = Table("draft by", "same tokens", "cost of a draft", "predicted", box=None)
+        for draft in found[:6]:
+            table.add_row(_name(draft), f"{draft.agreement:.0%}", f"{draft.cost:.2f} steps", f"{draft.speedup:.2f}x")
+        console.print(table)
+    else:
+        console.print("It cannot draft for itself with layers left out: it has recurrent layers.")
     table = Table("measured", "tokens/s", "speed", "accepted", box=None)
     for way in ways:
         accepted = f"{way.accepted / way.drafted:.0%} of {way.drafted:,}" if way.drafted else ""

@@ -3,6 +3,7 @@ the same bytes with and without it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from headrace.cli import main
 from headrace.engine.executors.cpu_executor import CpuExecutor, memory_of
 from headrace.engine.executors.executor import StepBatch
 from headrace.engine.executors.own_module import own_module
@@ -153,6 +155,24 @@ def test_answers_are_the_same_bytes_with_the_module(name: str, checkpoints: Chec
             for one, other in zip(found, expected, strict=True):
                 assert [each.tokens for each in one.completions] == [each.tokens for each in other.completions]
             assert sum(each.usage.drafted for one in found for each in one.completions) > 0
+
+
+def test_a_recurrent_model_is_measured_and_learns_heads(
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints("qwen3-next").folder
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the mill", "the water wheel")))
+    common = ["--threads", "1", "--drafts", "2", "--epochs", "1", "--answer-tokens", "8", "--vocabulary", "64"]
+    heads = tmp_path / "heads"
+    assert main(["adapt", str(folder), "--data", str(prompts), "--out", str(heads), "--heads", "medusa", *common]) == 0
+    capsys.readouterr()
+    wanted = ["--heads", str(heads), "--tokens", "8", "--rounds", "1", "--threads", "1", "--json", "-"]
+    assert main(["speculate", str(folder), "--prompts", str(prompts), *wanted]) == 0  # answers are compared
+    report = json.loads(capsys.readouterr().out)
+    assert report["drafts"] == []
+    names = [each["name"] for each in report["measured"]]
+    assert names == ["none", "n-grams", "its prediction module", "heads, heads"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from headrace.adapt.head_run import AnswerFile, HeadJob, HeadRun
 from headrace.adapt.training_rows import hold_out
 from headrace.bench.evaluation.documents import Document, read_prompts
 from headrace.bench.evaluation.evaluation import EvaluationProgress
-from headrace.bench.self_speculation import check_can_draft
+from headrace.bench.self_speculation import check_takes_drafts
 from headrace.cli.evaluate import EvaluationBar
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.state_recorder import StateRecorder
@@ -59,7 +59,7 @@ def train_heads(
     restart: bool,
 ) -> None:
     recipe.check()
-    check_can_draft(folder.spec, model)
+    check_takes_drafts(folder.spec, model)
     if data is None:
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
     if out.exists():
