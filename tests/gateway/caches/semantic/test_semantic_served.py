@@ -509,6 +509,22 @@ async def test_another_chat_model_verifies_and_a_verdict_that_is_none_is_a_bound
         assert running.semantic("outcomes", "unavailable") == 7
 
 
+@asynchronous
+async def test_a_verifier_that_is_too_late_is_cancelled_and_the_question_is_answered(tmp_path: Path) -> None:
+    engine = FakeEngine()  # it says nothing
+    judge = ServedVariant(name="judge", engine=engine, tokenizer=tokenizer(), context=2048)
+    async with remembering(tmp_path, judge=judge, verify="judge", verify_wait_ms=20.0) as (running, _):
+        await ready(running)
+        running.engine.answer = words("In the settings.")
+        await running.chat(ON, key=RED)
+        late = await running.chat(SAME, key=RED)
+        assert answered(late) == (None, "In the settings.")
+        part = await verify_part(running, late)
+        assert (part["outcome"], "score" in part) == ("unavailable", False)
+        assert engine.dropped == engine.streams
+        assert len(engine.streams) <= 1
+
+
 def test_a_verifier_must_be_a_reranker_or_a_chat_model(tmp_path: Path) -> None:
     async def test() -> None:
         for options in ({"verify": "words"}, {"verify": "model", "serve": "prime"}):
