@@ -75,6 +75,21 @@ async def test_only_the_most_used_are_kept_and_equal_use_changes_nothing() -> No
 
 
 @asynchronous
+async def test_passages_that_come_together_are_kept_together() -> None:
+    texts = [each.text for each in HITS]
+    world = WarmWorld(warm_tokens=len(texts[0]) + len(texts[1]))
+    await world.asks(HITS[0], HITS[1], times=2)
+    assert world.kept == [texts[0] + texts[1]]
+    await world.asks(HITS[0], HITS[2], times=9)
+    assert world.kept == [texts[0] + texts[2]]
+    await world.asks(*HITS, times=20)  # all three do not fit in
+    assert world.kept == [texts[0] + texts[1]]
+    world.services.warm.passages_removed({"c2"})
+    await world.clock.run(world.settled())
+    assert world.kept == [texts[0] + texts[2]]
+
+
+@asynchronous
 async def test_a_use_of_long_ago_counts_little() -> None:
     world = WarmWorld(warm=1)
     await world.asks(HITS[0], times=10)
@@ -126,6 +141,8 @@ async def test_tenants_do_not_share_a_kept_passage() -> None:
     world = WarmWorld(order="warm")
     await world.asks(HITS[2], times=2, caller=Caller("key", "a"))
     assert {tenant for tenant, _ in world.models.prefixes} == {"a"}
+    seen = [world.pipelines.described(Caller("key", tenant))[0]["warm"] for tenant in ("a", "b")]
+    assert [(each["kept"], each["cold"]["answers"]) for each in seen] == [(1, 2), (0, 0)]
     await world.asks(*HITS, caller=Caller("key", "b"))
     assert world.order() == ["c1", "c2", "c3"]
     assert world.described["warm"]["answers"] == 0

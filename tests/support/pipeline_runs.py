@@ -158,10 +158,10 @@ class FakeModels:
         return [1.0 / len(text) for text in texts]
 
     async def shared_tokens(self, caller: Caller, requests: Sequence[TextRequest]) -> tuple[int, ...]:
-        """The beginning of a prompt: its system message and its first source, a token for each character."""
+        """The beginning of a prompt: its system message and its sources, a token for each character."""
         first = requests[0]
         system = "".join(str(each["content"]) for each in first.messages or [] if each["role"] == "system")
-        return tuple(map(ord, system + first.sources[0].text))
+        return tuple(map(ord, system + "".join(source.text for source in first.sources)))
 
     async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool) -> None:
         if self.keeping is not None:

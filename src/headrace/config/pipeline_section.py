@@ -60,7 +60,7 @@ class AssembleStage(Section, frozen=True):
     # stable: by id, so that the same passages give the same prompt prefix, which the prefix cache reuses; warm: as
     # score, but one of those that `warm` keeps comes first
     order: Literal["score", "stable", "warm"] = "score"
-    warm: Annotated[int, Meta(ge=0, le=128)] = 0  # most used first passages whose KV the engine keeps, at most
+    warm: Annotated[int, Meta(ge=0, le=128)] = 0  # most used beginnings of prompts whose KV the engine keeps, at most
     warm_tokens: Count = 8192  # tokens of all of them together, each with the instructions before it, at most
     least_score: float | None = None  # passages with a lower score are left out
 

@@ -118,7 +118,7 @@ class Pipelines:
 
     def described(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the entries of `GET /v1/pipelines`."""
-        return [self._described(name) for name in self.names(caller)]
+        return [self._described(name, caller.tenant) for name in self.names(caller)]
 
     def model_entries(self, caller: Caller) -> list[dict[str, Any]]:
         return [
@@ -126,7 +126,7 @@ class Pipelines:
             for name in self.names(caller)
         ]
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, name: str, tenant: str) -> dict[str, Any]:
         config = self._configs[name]
         needs = fitted(stage_needs(config), config.deadline_ms / 1e3)
         budgets = plan(needs, config.deadline_ms / 1e3)
@@ -145,7 +145,7 @@ class Pipelines:
         if config.prefetch:
             entry["prefetch"] = dict(self._prefetcher.counts.get(name, {}))
         if config.assemble.warm:
-            entry["warm"] = self.services.warm.described(name)
+            entry["warm"] = self.services.warm.described(name, tenant)
         return entry
 
     def _answer_model(self, name: str) -> str:

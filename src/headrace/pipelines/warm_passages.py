@@ -1,15 +1,16 @@
 """WarmPassages: keeps the KV of passages that a pipeline's prompts often begin with, so that such answers start soon.
 
-The KV of a passage depends on all that stands before it. So it is reused only where the passage is the first one behind
-the same instructions. The most used passages are pinned there, each with the instructions, within the pipeline's
-bounds; a passage whose document changes is let go. Answers keep their bits: a pinned prefix is one that the engine
-computed, and would have found in its prefix cache had it not been evicted.
+The KV of a passage depends on all that stands before it. So it is reused only where the same passages stand behind the
+same instructions. The most used beginnings are pinned there (the instructions with the first passage, or with the first
+passages that come together), within the pipeline's bounds, and let go when a passage's document changes. Answers keep
+their bits: a pinned prefix is one that the engine computed, and would have found in its prefix cache had it not been
+evicted.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final, Literal
 
@@ -29,27 +30,27 @@ from headrace.pipelines.stages.generate import answer_model, answer_request
 log: Final = structlog.stdlib.get_logger("headrace.pipelines")
 
 _HALF_LIFE_S: Final = 3600.0  # after which a use counts half
-_LEAST_USES: Final = 1.5  # from which a passage is worth keeping: it came twice
-_STAYS: Final = 1.5  # times a kept passage's uses count, so that two of equal use do not take turns
-_KNOWN: Final = 8  # passages whose uses are counted, for each that may be kept
-_RETRY_S: Final = 300.0  # until a passage that could not be kept is tried again
+_LEAST_USES: Final = 1.5  # from which a beginning is worth keeping: it came twice
+_STAYS: Final = 1.5  # times a kept one's uses count, so that two of equal use do not take turns
+_KNOWN: Final = 32  # beginnings whose uses are counted, for each that may be kept
+_RETRY_S: Final = 300.0  # until one that could not be kept is tried again
 _SOME_TEXT: Final = SourceText("-", "Another one.")
 
 Outcome = Literal["warm", "cold"]
 
 
-class _Passage(msgspec.Struct):
-    """A passage behind the instructions of one tenant's prompts."""
+class _Beginning(msgspec.Struct):
+    """The first passages behind the instructions of one tenant's prompts."""
 
     caller: Caller
     collection: str
-    id: str
-    request: TextRequest  # a prompt that begins with it
+    keys: tuple[bytes, ...]  # of the beginnings with one passage, two, and so on; the last is its own
+    request: TextRequest  # a prompt that begins so
     uses: float = 0.0  # at the time `used`
     used: float = 0.0
     tokens: tuple[int, ...] = ()  # that all such prompts begin with, once they are known
     is_kept: bool = False
-    is_gone: bool = False  # its document has changed
+    is_gone: bool = False  # a document has changed
     retry: float = 0.0  # when it may be tried again
 
     def count(self, now: float) -> float:
@@ -57,14 +58,21 @@ class _Passage(msgspec.Struct):
 
 
 class _Kept(msgspec.Struct):
-    """The passages of one pipeline, and what they have saved."""
+    """The beginnings of one pipeline's prompts, and what keeping them has saved."""
 
     config: AssembleStage
-    passages: OrderedDict[bytes, _Passage] = msgspec.field(default_factory=OrderedDict[bytes, _Passage])
-    outcomes: dict[Outcome, int] = msgspec.field(default_factory=lambda: {"warm": 0, "cold": 0})
-    first_s: dict[Outcome, float] = msgspec.field(default_factory=lambda: {"warm": 0.0, "cold": 0.0})
-    failed: int = 0
+    known: OrderedDict[bytes, _Beginning] = msgspec.field(default_factory=OrderedDict[bytes, _Beginning])
+    # By tenant, because each sees its own only: answers, the seconds to their first texts, and what was not kept.
+    answers: Counter[tuple[str, Outcome]] = msgspec.field(default_factory=Counter[tuple[str, Outcome]])
+    first_s: defaultdict[tuple[str, Outcome], float] = msgspec.field(
+        default_factory=lambda: defaultdict[tuple[str, Outcome], float](float)
+    )
+    failed: Counter[str] = msgspec.field(default_factory=Counter[str])
     is_settling: bool = False
+
+    def is_warm(self, first: bytes) -> bool:
+        """Return whether a beginning with this first passage is kept."""
+        return any(each.is_kept and each.keys[0] == first for each in self.known.values())
 
 
 class WarmPassages:
@@ -96,49 +104,45 @@ class WarmPassages:
         if kept is None or head is None:
             return tuple(sources)
         for first, source in enumerate(sources):
-            passage = kept.passages.get(_key(head, source))
-            if passage is not None and passage.is_kept:
+            if kept.is_warm(_key(head, source)):
                 return (source, *sources[:first], *sources[first + 1 :])
         return tuple(sources)
 
     def note(self, state: RunState, first_s: float) -> None:
-        """Count the first passage of an answer that a model gave. `first_s`: seconds that it took to its first text."""
+        """Count the beginnings of an answer that a model gave. `first_s`: seconds that it took to its first text."""
         head = self._head(state)
         hits = {hit.id for hit in state.hits}
         if head is None or not state.sources or state.sources[0].id not in hits:
             return
         kept = self._pipelines.setdefault(state.name, _Kept(state.config.assemble))
-        first = kept.passages.get(_key(head, state.sources[0]))
-        outcome: Outcome = "warm" if first is not None and first.is_kept else "cold"
-        kept.outcomes[outcome] += 1
-        kept.first_s[outcome] += first_s
+        outcome: Outcome = "warm" if kept.is_warm(_key(head, state.sources[0])) else "cold"
+        kept.answers[state.exchange.caller.tenant, outcome] += 1
+        kept.first_s[state.exchange.caller.tenant, outcome] += first_s
         metrics.of(metrics.pipeline_prompts, state.name, outcome).inc()
-        self._use(kept, head, state.sources[0], state)
+        self._use(kept, head, [source for source in state.sources if source.id in hits], state)
         self._settle(state.name, kept)
 
     def passages_removed(self, ids: Collection[str]) -> None:
         """Let go of passages: their documents have changed or are gone."""
-        self._let_go(lambda passage: passage.id in ids)
+        self._let_go(lambda each: any(source.id in ids for source in each.request.sources))
 
     def collection_removed(self, tenant: str, name: str) -> None:
-        self._let_go(lambda passage: passage.collection == name and passage.caller.tenant == tenant)
+        self._let_go(lambda each: each.collection == name and each.caller.tenant == tenant)
 
-    def described(self, name: str) -> dict[str, Any]:
-        """Return how many passages are kept, and what that has saved. For `GET /v1/pipelines`."""
-        kept = self._pipelines.get(name)
-        if kept is None:
-            return {"kept": 0, "tokens": 0, "failed": 0, "warm": {"answers": 0}, "cold": {"answers": 0}}
-        there = [passage for passage in kept.passages.values() if passage.is_kept]
+    def described(self, name: str, tenant: str) -> dict[str, Any]:
+        """Return what is kept for a tenant, and what that has saved. For `GET /v1/pipelines`."""
+        kept = self._pipelines.get(name) or _Kept(AssembleStage())
+        there = [each for each in kept.known.values() if each.is_kept and each.caller.tenant == tenant]
 
         def outcome(name: Outcome) -> dict[str, Any]:
-            count = kept.outcomes[name]
-            mean = {"first_text_ms": round(kept.first_s[name] / count * 1e3, 3)} if count else {}
+            count = kept.answers[tenant, name]
+            mean = {"first_text_ms": round(kept.first_s[tenant, name] / count * 1e3, 3)} if count else {}
             return {"answers": count, **mean}
 
         return {
             "kept": len(there),
-            "tokens": sum(len(passage.tokens) for passage in there),
-            "failed": kept.failed,
+            "tokens": sum(len(each.tokens) for each in there),
+            "failed": kept.failed[tenant],
             "warm": outcome("warm"),
             "cold": outcome("cold"),
         }
@@ -156,32 +160,36 @@ class WarmPassages:
         parts = [state.exchange.caller.tenant, answer_model(state), system]
         return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).digest()
 
-    def _use(self, kept: _Kept, head: bytes, source: SourceText, state: RunState) -> None:
-        key, now = _key(head, source), self._now()
-        passage = kept.passages.get(key)
-        if passage is None:
-            request = answer_request(state, answer_model(state))
-            system = [each for each in request.messages or [] if each["role"] == "system"]
-            passage = kept.passages[key] = _Passage(
-                state.exchange.caller,
-                state.config.search.collection,
-                source.id,
-                request.but(messages=[*system, {"role": "user", "content": "a"}], sources=(source,)),
-            )
-        passage.uses, passage.used = passage.count(now) + 1.0, now
-        kept.passages.move_to_end(key)
-        surplus = len(kept.passages) - max(1, kept.config.warm) * _KNOWN
-        for old in [old for old, each in kept.passages.items() if not each.is_kept][: max(0, surplus)]:
-            del kept.passages[old]
+    def _use(self, kept: _Kept, head: bytes, sources: Sequence[SourceText], state: RunState) -> None:
+        """Count the beginnings with the first of these passages, the first two, and so on."""
+        now = self._now()
+        keys: tuple[bytes, ...] = ()
+        for count, source in enumerate(sources, start=1):
+            keys = (*keys, _key(keys[-1] if keys else head, source))
+            known = kept.known.get(keys[-1])
+            if known is None:
+                request = answer_request(state, answer_model(state))
+                system = [each for each in request.messages or [] if each["role"] == "system"]
+                known = kept.known[keys[-1]] = _Beginning(
+                    state.exchange.caller,
+                    state.config.search.collection,
+                    keys,
+                    request.but(messages=[*system, {"role": "user", "content": "a"}], sources=tuple(sources[:count])),
+                )
+            known.uses, known.used = known.count(now) + 1.0, now
+            kept.known.move_to_end(keys[-1])
+        surplus = len(kept.known) - max(1, kept.config.warm) * _KNOWN
+        for old in [old for old, each in kept.known.items() if not each.is_kept][: max(0, surplus)]:
+            del kept.known[old]
 
-    def _let_go(self, is_meant: Callable[[_Passage], bool]) -> None:
+    def _let_go(self, is_meant: Callable[[_Beginning], bool]) -> None:
         for name, kept in self._pipelines.items():
-            meant = [key for key, passage in kept.passages.items() if is_meant(passage)]
+            meant = [key for key, each in kept.known.items() if is_meant(each)]
             for key in meant:
-                if kept.passages[key].is_kept:
-                    kept.passages[key].is_gone = True
+                if kept.known[key].is_kept:
+                    kept.known[key].is_gone = True
                 else:
-                    del kept.passages[key]
+                    del kept.known[key]
             if meant:
                 self._settle(name, kept)
 
@@ -197,72 +205,75 @@ class WarmPassages:
         try:
             while True:
                 drop, add = self._changes(kept)
-                if unknown := [passage for passage in add if not passage.tokens]:
-                    for passage in unknown:
-                        await self._measure(kept, passage)
+                if unknown := [each for each in add if not each.tokens]:
+                    for each in unknown:
+                        await self._measure(kept, each)
                     continue
                 if not drop and not add:
                     return
-                for passage in drop:
-                    passage.is_kept = False
-                    await self._pin(kept, passage, keep=False)
-                for passage in add:
-                    passage.is_kept = await self._pin(kept, passage, keep=True)
-                for key in [key for key, each in kept.passages.items() if each.is_gone and not each.is_kept]:
-                    del kept.passages[key]
+                for each in add:  # first, so that no block that both have is evicted in between
+                    each.is_kept = await self._pin(kept, each, keep=True)
+                for each in drop:
+                    each.is_kept = False
+                    await self._pin(kept, each, keep=False)
+                for key in [key for key, each in kept.known.items() if each.is_gone and not each.is_kept]:
+                    del kept.known[key]
         except Exception as error:
-            log.error("a pipeline's passages are not kept", pipeline=name, exc_info=error)
+            log.error("a pipeline's passages are not kept warm", pipeline=name, exc_info=error)
         finally:
             kept.is_settling = False
 
-    def _changes(self, kept: _Kept) -> tuple[list[_Passage], list[_Passage]]:
-        """Return the passages to let go, and those to keep from now on."""
+    def _changes(self, kept: _Kept) -> tuple[list[_Beginning], list[_Beginning]]:
+        """Return the beginnings to let go, and those to keep from now on."""
         now, config = self._now(), kept.config
 
-        def rank(passage: _Passage) -> float:
-            return passage.count(now) * (_STAYS if passage.is_kept else 1.0)
+        def rank(each: _Beginning) -> tuple[float, int]:
+            return each.count(now) * (_STAYS if each.is_kept else 1.0), len(each.keys)
 
         worth = [
-            passage
-            for passage in kept.passages.values()
-            if not passage.is_gone and passage.retry <= now and (passage.is_kept or passage.uses > _LEAST_USES)
+            each
+            for each in kept.known.values()
+            if not each.is_gone and each.retry <= now and (each.is_kept or each.uses > _LEAST_USES)
         ]
-        wanted: list[_Passage] = []
-        left = config.warm_tokens
-        for passage in sorted(worth, key=rank, reverse=True):
-            if len(wanted) < config.warm and len(passage.tokens) <= left:
-                wanted.append(passage)
-                left -= len(passage.tokens)
-        chosen = {id(passage) for passage in wanted}
-        drop = [each for each in kept.passages.values() if each.is_kept and id(each) not in chosen]
-        return drop, [each for each in wanted if not each.is_kept]
+        wanted: dict[bytes, _Beginning] = {}  # by their own keys; the longest of those that continue each other
+        for each in sorted(worth, key=rank, reverse=True):
+            if any(each.keys[-1] in longer.keys for longer in wanted.values()):
+                continue
+            others = {key: other for key, other in wanted.items() if key not in each.keys}
+            tokens = len(each.tokens) + sum(len(other.tokens) for other in others.values())
+            if len(others) < config.warm and tokens <= config.warm_tokens:
+                wanted = {**others, each.keys[-1]: each}
+        drop = [each for each in kept.known.values() if each.is_kept and each.keys[-1] not in wanted]
+        return drop, [each for each in wanted.values() if not each.is_kept]
 
-    async def _measure(self, kept: _Kept, passage: _Passage) -> None:
-        """Find the tokens that all prompts with the passage in front begin with."""
-        request = passage.request
+    async def _measure(self, kept: _Kept, each: _Beginning) -> None:
+        """Find the tokens that all prompts with this beginning have."""
+        request = each.request
         system = [each for each in request.messages or [] if each["role"] == "system"]
         other = [*system, {"role": "user", "content": "7?"}]
         likes = (request, request.but(messages=other), request.but(sources=(*request.sources, _SOME_TEXT)))
         try:
-            passage.tokens = await self._models.shared_tokens(passage.caller, likes)
-            if not passage.tokens:
+            each.tokens = await self._models.shared_tokens(each.caller, likes)
+            if not each.tokens:
                 raise RequestError("The model's prompts do not begin alike.")
         except (ApiError, HeadraceError) as error:
-            self._failed(kept, passage, error)
+            self._failed(kept, each, error)
 
-    async def _pin(self, kept: _Kept, passage: _Passage, *, keep: bool) -> bool:
+    async def _pin(self, kept: _Kept, each: _Beginning, *, keep: bool) -> bool:
         """Return whether it was done."""
         try:
-            await self._models.keep_prefix(passage.caller, passage.request.model, passage.tokens, keep=keep)
+            await self._models.keep_prefix(each.caller, each.request.model, each.tokens, keep=keep)
         except (ApiError, HeadraceError) as error:
-            self._failed(kept, passage, error)
+            self._failed(kept, each, error)
             return False
         return True
 
-    def _failed(self, kept: _Kept, passage: _Passage, error: Exception) -> None:
-        kept.failed += 1
-        passage.retry = self._now() + _RETRY_S
-        log.warning("a passage is not kept warm", passage=passage.id, error=str(error))
+    def _failed(self, kept: _Kept, each: _Beginning, error: Exception) -> None:
+        kept.failed[each.caller.tenant] += 1
+        each.retry = self._now() + _RETRY_S
+        log.info(
+            "passages are not kept warm", passages=[source.id for source in each.request.sources], error=str(error)
+        )
 
 
 def _key(head: bytes, source: SourceText) -> bytes:
