@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from tests.models.quantised.quantised_models import (
     GROUP,
     NF4,
     SCHEMES,
-    Quantised,
+    Built,
     build_quantised,
     four_bits,
     gptq,
@@ -33,7 +32,6 @@ from tests.models.quantised.quantised_models import (
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import build, prompt
 
-Built = Callable[[str], Quantised]
 OWN = {
     "gptq-2": ("int2", GROUP, True),
     "gptq-3": ("int3", GROUP, True),
@@ -50,18 +48,6 @@ OWN_FP8: dict[str, Precision] = {
     "ct-fp8-block": Precision("fp8", 32, stored=True),
 }
 RICHER = ("gptq-3-v2-act-order", "gptq-4-act-order", "bnb-nf4", "bnb-nf4-nested", "bnb-fp4")
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    made: dict[str, Quantised] = {}
-
-    def get(name: str) -> Quantised:
-        if name not in made:
-            made[name] = build_quantised(SCHEMES[name], tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
 
 
 def test_every_scheme_has_a_choice() -> None:

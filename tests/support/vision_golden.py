@@ -27,6 +27,7 @@ from headrace.gateway.images.image_reader import ImageReader
 from headrace.models.model_folder import open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.vision.vision_folder import VisionFolder, open_vision
+from tests.support.tiny_engine import one, open_tiny
 from tests.support.tiny_vision import data_url
 
 Prompt = tuple[tuple[int, ...], tuple[ImageRows, ...]]
@@ -106,6 +107,24 @@ class GoldenVision:
         sequence.blocks = list(range(-(-count // 16)))
         batch = builder.build(StepPlan([Share(sequence, count, count)], [], 0.0), [builder.row()])
         return executor.collect(executor.launch(batch)).values.copy()
+
+    def check(self, *parts: str | bytes) -> None:
+        """Check prompt, logits and greedy tokens of a chat of one message against transformers."""
+        text, prompt = self.chat(*parts)
+        inputs = self.inputs(text, *(part for part in parts if isinstance(part, bytes)))
+        assert list(prompt[0]) == inputs["input_ids"][0].tolist()
+        with torch.no_grad():
+            expected = self.reference(**inputs).logits[0].numpy()
+            answer = self.reference.generate(**inputs, do_sample=False, max_new_tokens=64, min_new_tokens=64)
+        assert relative_error(self.logits(prompt), expected) < 1e-4
+        engine = open_tiny(self.folder, weights="f32", kv="f32", context=512).engine
+        assert one(engine, request_with_images("a", prompt, 64)).tokens == answer[0, len(prompt[0]) :].tolist()
+
+
+def request_with_images(id: str, prompt: Prompt, count: int = 24) -> GenerationRequest:
+    return GenerationRequest(
+        id=id, prompt=prompt[0], images=prompt[1], max_tokens=count, min_tokens=count, stop_ids=frozenset({1})
+    )
 
 
 def prompt_of(path: Path, vision: VisionFolder, *parts: str | bytes) -> Prompt:

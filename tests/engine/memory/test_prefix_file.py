@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from headrace.engine.memory.prefix_file import (
 from headrace.models.formats.pack_file import PackWriter
 from headrace.models.precision import parse_plan
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
+from tests.support.pack_files import change_footer
 
 SIZE = 16
 BLOCK_BYTES = 96
@@ -44,7 +43,6 @@ IDENTITY = KvIdentity(
     block_tokens=SIZE,
     block_bytes=96,
 )
-TRAILER = struct.Struct("<32sQ8s")  # sha256 of the footer, its length, end magic
 Bytes = NDArray[np.uint8]
 
 
@@ -264,17 +262,6 @@ def test_every_flipped_bit_of_what_is_read_is_refused(tmp_path: Path) -> None:
     assert padding <= 6 * 32 // 3 + 6  # each block of 96 bytes is followed by 32 that nobody reads
 
 
-def with_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The saved file with a changed footer, signed anew: the lie is told by a writer that knows the format."""
-    content = saved(path).read_bytes()
-    _, length, end = TRAILER.unpack(content[-TRAILER.size :])
-    body, footer = content[: -TRAILER.size - length], json.loads(content[-TRAILER.size - length : -TRAILER.size])
-    change(footer)
-    encoded = json.dumps(footer).encode()
-    path.write_bytes(body + encoded + TRAILER.pack(hashlib.sha256(encoded).digest(), len(encoded), end))
-    return path
-
-
 def put(value: object, *where: str | int) -> Callable[[dict[str, Any]], None]:
     def change(footer: dict[str, Any]) -> None:
         at: Any = footer
@@ -340,7 +327,7 @@ def prefixes(*where: str | int) -> tuple[str | int, ...]:
 def test_lies_are_refused_before_anything_is_touched(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], match: str
 ) -> None:
-    refused(with_footer(tmp_path / "lie", change), match)
+    refused(change_footer(saved(tmp_path / "lie"), change), match)
 
 
 JSON = st.recursive(
@@ -363,7 +350,7 @@ PLACES = [
 def test_whatever_a_header_holds_only_one_kind_of_error_comes_out(
     tmp_path: Path, place: tuple[str | int, ...], value: Any
 ) -> None:
-    path = with_footer(tmp_path / "lie", put(value, *place))
+    path = change_footer(saved(tmp_path / "lie"), put(value, *place))
     blocks, memory = BlockManager(40), Memory(40)
     try:
         load_pinned(path, IDENTITY, blocks, memory.write)

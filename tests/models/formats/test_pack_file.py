@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ModelError
 from headrace.models.formats.pack_file import PackFile, PackWriter
-
-TRAILER = struct.Struct("<32sQ8s")
+from tests.support.pack_files import TRAILER, change_footer
 
 
 def blob(*values: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -29,17 +26,6 @@ def write_sample(path: Path) -> Path:
         writer.add("a", {"format": "int4", "shape": [2, 5]}, np.arange(70, dtype=np.uint8))
         writer.add("empty", {}, blob())
         writer.add("b", {"gain": 0.5}, blob(1, 2, 3).reshape(3, 1))
-    return path
-
-
-def with_footer(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The sample with a changed footer, signed anew: the lie is told by a writer that knows the format."""
-    content = write_sample(path).read_bytes()
-    _, length, end = TRAILER.unpack(content[-TRAILER.size :])
-    body, footer = content[: -TRAILER.size - length], json.loads(content[-TRAILER.size - length : -TRAILER.size])
-    change(footer)
-    encoded = json.dumps(footer).encode()
-    path.write_bytes(body + encoded + TRAILER.pack(hashlib.sha256(encoded).digest(), len(encoded), end))
     return path
 
 
@@ -151,14 +137,14 @@ def set_entry(index: int, key: str, value: object) -> Callable[[dict[str, Any]],
     ],
 )
 def test_a_wrong_footer_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str) -> None:
-    path = with_footer(tmp_path / "p", change)
+    path = change_footer(write_sample(tmp_path / "p"), change)
     with pytest.raises(ModelError, match=reason) as caught:
         PackFile.open(path)
     assert caught.value.path == str(path)
 
 
 def test_an_unchanged_footer_with_a_new_checksum_is_accepted(tmp_path: Path) -> None:
-    assert PackFile.open(with_footer(tmp_path / "p", lambda footer: None)).names == ("a", "empty", "b")
+    assert PackFile.open(change_footer(write_sample(tmp_path / "p"), lambda footer: None)).names == ("a", "empty", "b")
 
 
 def test_another_file_and_a_changed_footer_are_refused(tmp_path: Path) -> None:
@@ -232,4 +218,4 @@ def test_a_well_formed_footer_of_nonsense_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, footer: dict[str, Any]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "nonsense.pack"
-    open_all(with_footer(path, lambda old: old.update(footer)))
+    open_all(change_footer(write_sample(path), lambda old: old.update(footer)))

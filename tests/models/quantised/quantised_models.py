@@ -61,6 +61,9 @@ class Quantised:
             return self.model(input_ids=torch.tensor([tokens])).logits[0].numpy()
 
 
+Built = Callable[[str], Quantised]  # the fixture `built`
+
+
 def bits_to_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Write each row as one stream of bits, lowest first, and cut it into words of 32 bits."""
     each = np.unpackbits(codes.numpy().astype(np.uint8)[..., None], axis=2, bitorder="little")[:, :, :bits]

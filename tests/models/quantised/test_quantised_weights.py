@@ -4,7 +4,6 @@ on these weights; what is not supported, or contradicts itself, is refused by na
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,11 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
-from tests.models.quantised.quantised_models import SCHEMES, Quantised, build_quantised
+from tests.models.quantised.quantised_models import SCHEMES, Built, Quantised
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import prompt
 
 LAYER = "model.layers.0.mlp.down_proj"
-Built = Callable[[str], Quantised]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    made: dict[str, Quantised] = {}
-
-    def get(name: str) -> Quantised:
-        if name not in made:
-            made[name] = build_quantised(SCHEMES[name], tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
 
 
 @pytest.mark.parametrize("name", SCHEMES)

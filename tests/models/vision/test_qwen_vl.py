@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from headrace.engine.executors.image_batch import places_of
 from headrace.engine.executors.image_encoder import ImageEncoder
 from headrace.engine.interface.image_rows import ImageRows
-from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import ModelError, RequestError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import model_spec
@@ -28,7 +27,13 @@ from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import open_vision
 from tests.support.tiny_engine import one, open_tiny, run
 from tests.support.tiny_vision import picture
-from tests.support.vision_golden import GoldenVision, Prompt, relative_error, write_tokenizer, write_weights
+from tests.support.vision_golden import (
+    GoldenVision,
+    relative_error,
+    request_with_images,
+    write_tokenizer,
+    write_weights,
+)
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 
@@ -162,22 +167,7 @@ CHATS: tuple[tuple[str | bytes, ...], ...] = (
 def test_prompts_logits_and_greedy_tokens_are_those_of_transformers(
     kind: str, chat: tuple[str | bytes, ...], made: Callable[[str], GoldenVision]
 ) -> None:
-    golden = made(kind)
-    text, prompt = golden.chat(*chat)
-    inputs = golden.inputs(text, *(part for part in chat if isinstance(part, bytes)))
-    assert list(prompt[0]) == inputs["input_ids"][0].tolist()
-    with torch.no_grad():
-        expected = golden.reference(**inputs).logits[0].numpy()
-        answer = golden.reference.generate(**inputs, do_sample=False, max_new_tokens=64, min_new_tokens=64)
-    assert relative_error(golden.logits(prompt), expected) < 1e-4
-    engine = open_tiny(golden.folder, weights="f32", kv="f32", context=512).engine
-    assert one(engine, request("a", prompt, 64)).tokens == answer[0, len(prompt[0]) :].tolist()
-
-
-def request(id: str, prompt: Prompt, count: int = 24) -> GenerationRequest:
-    return GenerationRequest(
-        id=id, prompt=prompt[0], images=prompt[1], max_tokens=count, min_tokens=count, stop_ids=frozenset({1})
-    )
+    made(kind).check(*chat)
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
@@ -187,13 +177,21 @@ def test_answers_depend_on_no_batch_chunk_or_cache(kind: str, made: Callable[[st
     both = golden.chat("see ", picture(70, 40, 1), " this", picture(70, 140, 2), "and that")[1]
     text = tuple(golden.tokenizer.encode("see nothing at all, or whatever there is", False))
     open_one = partial(open_tiny, golden.folder, context=512)
-    alone = [one(open_one().engine, request("x", each)).tokens for each in (first, second, both)]
+    alone = [one(open_one().engine, request_with_images("x", each)).tokens for each in (first, second, both)]
     assert alone[0] != alone[1]
     engine = open_one(max_rows=16).engine  # prompts are computed in chunks that cut images apart
-    together = run(engine, [request("a", first), request("t", (text, ())), request("b", second), request("c", both)])
+    together = run(
+        engine,
+        [
+            request_with_images("a", first),
+            request_with_images("t", (text, ())),
+            request_with_images("b", second),
+            request_with_images("c", both),
+        ],
+    )
     assert [together[id][0].tokens for id in "abc"] == alone
     for id, prompt, tokens in (("d", first, alone[0]), ("e", second, alone[1]), ("f", both, alone[2])):
-        again = one(engine, request(id, prompt))
+        again = one(engine, request_with_images(id, prompt))
         assert again.tokens == tokens
         assert again.ending is not None
         assert again.ending.usage.cached_tokens == len(prompt[0]) - 1
