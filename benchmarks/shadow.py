@@ -1,10 +1,11 @@
-"""What a shadow costs served requests: the same chats to a server with a shadow and to one without, in turns.
+"""What a shadow costs served requests: the same chats to servers with a shadow and without one, in turns.
 
     python benchmarks/shadow.py [--share 0.2] [--rate 1.5] [--requests 40] [--rounds 6] [--out FILE]
 
-Both servers have `mini` and its variant `int8`, each on one thread, and start before anything is measured. In a round
-each gets the same chats at the same times (open loop), one server after the other, and the order alternates. A block
-begins when no copy waits any more, so copies of one block never run in another.
+Three servers have `mini` and its variant `int8`, each on one thread, and start before anything is measured: without a
+shadow, with one whose copies begin at any time, and with one whose copies wait for an idle server. In a round each gets
+the same chats at the same times (open loop), one server after the other, and the order alternates. A block begins when
+no copy waits any more, so copies of one block never run in another.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ SHADOW: Final = """
 variant = "mini@int8"
 share = {share}
 queue = 4096
+when = "{when}"
 tokens_per_day = 1_000_000_000
 """
 ANSWER_TOKENS: Final = 32
@@ -103,8 +105,9 @@ async def until_quiet(session: aiohttp.ClientSession) -> int:
     return found[0]
 
 
-async def measure(given: argparse.Namespace) -> tuple[dict[str, list[Times]], int]:
-    configs = {"off": MODELS, "on": MODELS + SHADOW.format(share=given.share)}
+async def measure(given: argparse.Namespace) -> tuple[dict[str, list[Times]], dict[str, int]]:
+    shadows = {when: MODELS + SHADOW.format(share=given.share, when=when) for when in ("always", "idle")}
+    configs = {"off": MODELS, **shadows}
     found: dict[str, list[Times]] = {name: [] for name in configs}
     async with contextlib.AsyncExitStack() as stack:
         sessions: dict[str, aiohttp.ClientSession] = {}
@@ -113,16 +116,19 @@ async def measure(given: argparse.Namespace) -> tuple[dict[str, list[Times]], in
             headers = {"authorization": f"Bearer {KEY}"}
             sessions[name] = await stack.enter_async_context(aiohttp.ClientSession(server.url, headers=headers))
             await block(sessions[name], given.rate, 4, 0)
-        await until_quiet(sessions["on"])
+        for name in shadows:
+            await until_quiet(sessions[name])
+        done: dict[str, int] = {}
         for number in range(given.rounds):
             for name in sorted(configs, reverse=bool(number % 2)):
                 found[name].append(await block(sessions[name], given.rate, given.requests, number + 1))
-                done = await until_quiet(sessions["on"])
+                if name in shadows:
+                    done[name] = await until_quiet(sessions[name])
             print(number + 1, {name: times[-1].percentiles() for name, times in found.items()}, flush=True)
     return found, done
 
 
-def report(given: argparse.Namespace, found: dict[str, list[Times]], done: int) -> str:
+def report(given: argparse.Namespace, found: dict[str, list[Times]], done: dict[str, int]) -> str:
     command = f"--share {given.share:g} --rate {given.rate:g} --requests {given.requests} --rounds {given.rounds}"
     rows = {name: [times.percentiles() for times in blocks] for name, blocks in found.items()}
     pooled = {
@@ -135,19 +141,21 @@ def report(given: argparse.Namespace, found: dict[str, list[Times]], done: int) 
         "# Requests beside a shadow",
         "",
         f"`python benchmarks/shadow.py {command}`, {now()}, commit {commit()}, load {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores. {given.rounds * given.requests} requests without a shadow and as many with one, "
-        f"which answered {done} copies.",
+        f"{os.cpu_count()} cores. {given.rounds * given.requests} requests to each server; the shadows answered "
+        f"{done['always']} copies at any time and {done['idle']} on an idle server.",
         "",
-        "| | no shadow, ms | shadow, ms | ratio of a round, median | least | most |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | no shadow, ms | copies at any time, ms | ratio of a round, median | least | most "
+        "| copies on an idle server, ms | ratio, median | least | most |",
+        "|---|" + "---:|" * 9,
     ]
-    off, on = pooled["off"].percentiles(), pooled["on"].percentiles()
-    for name in off:
-        ratios = [with_one[name] / without[name] for with_one, without in zip(rows["on"], rows["off"], strict=True)]
-        lines.append(
-            f"| {name.replace('ttft', 'TTFT').replace('e2el', 'E2EL')} | {off[name]:.1f} | {on[name]:.1f} "
-            f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f} |"
-        )
+    percentiles = {name: times.percentiles() for name, times in pooled.items()}
+    for name, off in percentiles["off"].items():
+        cells = [f"{off:.0f}"]
+        for when in ("always", "idle"):
+            ratios = [shadowed[name] / plain[name] for shadowed, plain in zip(rows[when], rows["off"], strict=True)]
+            cells += [f"{percentiles[when][name]:.0f}", f"{statistics.median(ratios):.2f}"]
+            cells += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+        lines.append(f"| {name.replace('ttft', 'TTFT').replace('e2el', 'E2EL')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

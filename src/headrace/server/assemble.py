@@ -144,10 +144,11 @@ def assemble(
     return services
 
 
-def assemble_lab(config: Config, services: Services, database: Database) -> OnlineLab:
-    """Build what proves itself on live traffic, and let it see the answers of these services."""
+def assemble_lab(config: Config, services: Services, database: Database, is_idle: Callable[[], bool]) -> OnlineLab:
+    """Build what proves itself on live traffic, and let it see the answers of these services. `is_idle`: whether the
+    server runs no request."""
     services.dispatcher.check_answers(failed_check)
-    lab = OnlineLab.from_config(config, services, SqliteLabStore(database))
+    lab = OnlineLab.from_config(config, services, SqliteLabStore(database), is_idle=is_idle)
     services.answer_observers += lab.observers
     services.loops += lab.loops
     if services.keeper is not None and lab.canaries is not None:

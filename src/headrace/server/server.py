@@ -121,12 +121,12 @@ class Server:
         config = self.config
         self.database = Database(config.storage.path)
         self.services = services = assemble(config, self.fleet, self.database, os.environ)
-        lab = assemble_lab(config, services, self.database)
+        context = self.context = EndpointContext(config, services)
+        lab = assemble_lab(config, services, self.database, lambda: context.running == 0)
         ledger = services.ledger
         usage = LedgerUsage(ledger, currency=config.ledger.currency) if isinstance(ledger, Ledger) else None
         self.administration = Administration(config, services.accounts, usage)
         self.url = url_of(config, self.listening)
-        self.context = EndpointContext(config, services)
         self.durable = DurableState(self.context, self.database)
         routes = all_routes(self.context, self.durable, self.administration, lab)
         bounds = ConnectionBounds.of(config.server)

@@ -18,7 +18,7 @@ from headrace.engine.process.client_errors import OverloadedError, WorkerLostErr
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.online.shadows import Shadow
-from tests.support.caching_server import BOSS, KEYS, RED, Caching, caching
+from tests.support.caching_server import BOSS, KEYS, PATH, RED, Caching, caching, finish, question
 from tests.support.config_text import mistakes
 from tests.support.running_server import FakeEngine, asynchronous, fails, tokenizer, until, words
 
@@ -127,6 +127,20 @@ async def test_a_flood_of_copies_is_dropped_at_the_queues_bound(tmp_path: Path) 
         for stream in engine.open:
             words("late")(stream)
         await seen(running, shadow, "copied", 3)
+
+
+@asynchronous
+async def test_copies_wait_for_an_idle_server_if_they_are_told_to(tmp_path: Path) -> None:
+    async with shadowed(tmp_path, when="idle") as (running, engine, shadow):
+        running.engine.answer = None
+        client, stream = await running.begun("A long answer", key=RED)
+        running.engine.answer = words("the ", "served ", "answer")
+        await running.ask("POST", PATH, question("Hello"), **RED)
+        await until(lambda: running.server.context.running == 1)
+        assert (engine.streams, shadow.outcomes["copied"]) == ([], 0)
+        finish(stream)
+        await until(lambda: shadow.outcomes["copied"] == 2)
+        client.leave()
 
 
 @asynchronous

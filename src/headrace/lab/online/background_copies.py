@@ -23,6 +23,7 @@ from headrace.lab.online.answer_difference import AnswerText
 log: Final = logging.getLogger(__name__)
 
 _DAY_S: Final = 86_400.0
+_LOOK_S: Final = 0.02  # between two looks whether the server is idle
 SURFACE: Final = "batch"
 
 # Generates the answer of an exchange by its own variant, without the stages of the flow: Dispatcher.generate.
@@ -70,11 +71,13 @@ class BackgroundCopies:
         bounds: CopyBounds,
         generate: Generate,
         *,
+        is_idle: Callable[[], bool] = lambda: True,  # copies begin only then
         count: Callable[[str], None],  # counts an outcome: queue_full, budget, failed, timeout, copied, asked_again
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.bounds = bounds
         self._generate = generate
+        self._is_idle = is_idle
         self._count = count
         self._wall = wall
         self._queue: asyncio.Queue[Callable[[], Work]] = asyncio.Queue(bounds.queue)
@@ -112,6 +115,8 @@ class BackgroundCopies:
     async def _work(self) -> None:
         while True:
             work = await self._queue.get()
+            while not self._is_idle():
+                await asyncio.sleep(_LOOK_S)
             try:
                 await work()
             except CopyError as failure:

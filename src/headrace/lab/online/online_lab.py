@@ -54,8 +54,15 @@ class OnlineLab:
 
     @classmethod
     def from_config(
-        cls, config: Config, services: Services, store: LabStore, *, similarity: Similarity = lexical_overlap
+        cls,
+        config: Config,
+        services: Services,
+        store: LabStore,
+        *,
+        similarity: Similarity = lexical_overlap,
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> OnlineLab:
+        """`is_idle`: whether the server runs no request, for copies that wait for that."""
         generate, served = services.dispatcher.generate, services.fleet.served
         prices, drift = PriceBook.from_config(config.prices, config.models), None
         if config.drift.share:
@@ -80,6 +87,7 @@ class OnlineLab:
                 judged=judged if each.judge == "shadow" else None,
                 pairs=pairs.get(name),
                 fast=config.profiles.fast,
+                is_idle=is_idle,
             )
             for name, each in config.routing.shadows.items()
         }

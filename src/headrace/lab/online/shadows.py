@@ -51,10 +51,11 @@ class Shadow:
         judged: Judged | None = None,
         pairs: JudgedRequests | None = None,
         fast: ProfileConfig | None = None,
+        is_idle: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`served`: the variant that answers the copies. `pairs`: where a double-check keeps what it judged. `fast`:
-        the fast profile."""
+        the fast profile. `is_idle`: whether the server runs no request."""
         self.name = name
         self.config = config
         self.total = DifferenceSummary()
@@ -74,7 +75,13 @@ class Shadow:
             tokens_per_day=config.tokens_per_day,
             timeout_s=config.timeout_s,
         )
-        self.copies = BackgroundCopies(bounds, generate, count=self._count, wall=wall)
+        self.copies = BackgroundCopies(
+            bounds,
+            generate,
+            is_idle=is_idle if config.when == "idle" else lambda: True,
+            count=self._count,
+            wall=wall,
+        )
 
     @property
     def variant(self) -> str:
