@@ -1,10 +1,10 @@
-"""Measures what observing a request costs: CPU time of its record, its metrics, its latencies and its log line.
+"""Measures what observing a request costs: CPU time of its record, its latencies, objectives and log fields.
 
     python benchmarks/edge/observation_cost.py [--chats 2000]
 
 Serves streamed chats of eight tokens from an engine that computes nothing, with objectives, in one process, and adds up
-the CPU time of the thread inside `RequestObserver.finish_call` and `EndpointContext`'s log line of each request. Prints
-it per chat beside the CPU time of the whole chat, client included. CPU time does not depend on what else runs.
+the CPU time of the thread inside `RequestObserver.finish_call`. Prints it per chat beside the CPU time of the whole
+chat, client included. On a busy machine both grow, because caches and cores are shared.
 """
 
 from __future__ import annotations

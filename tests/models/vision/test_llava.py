@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from headrace.engine.interface.request import GenerationRequest
 from headrace.errors import ModelError, RequestError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import model_spec
@@ -24,7 +23,13 @@ from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import open_vision
 from tests.support.tiny_engine import one, open_tiny, run
 from tests.support.tiny_vision import picture
-from tests.support.vision_golden import GoldenVision, Prompt, relative_error, write_tokenizer, write_weights
+from tests.support.vision_golden import (
+    GoldenVision,
+    relative_error,
+    request_with_images,
+    write_tokenizer,
+    write_weights,
+)
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 
@@ -159,23 +164,7 @@ def test_pixels_and_features_are_those_of_transformers(
 def test_prompts_logits_and_greedy_tokens_are_those_of_transformers(
     kind: str, made: Callable[[str], GoldenVision]
 ) -> None:
-    golden = made(kind)
-    chat = ("one ", picture(70, 40, 1), " and two\n", picture(70, 40, 2), "end")
-    text, prompt = golden.chat(*chat)
-    inputs = golden.inputs(text, *(part for part in chat if isinstance(part, bytes)))
-    assert list(prompt[0]) == inputs["input_ids"][0].tolist()
-    with torch.no_grad():
-        expected = golden.reference(**inputs).logits[0].numpy()
-        answer = golden.reference.generate(**inputs, do_sample=False, max_new_tokens=64, min_new_tokens=64)
-    assert relative_error(golden.logits(prompt), expected) < 1e-4
-    engine = open_tiny(golden.folder, weights="f32", kv="f32", context=512).engine
-    assert one(engine, request("a", prompt, 64)).tokens == answer[0, len(prompt[0]) :].tolist()
-
-
-def request(id: str, prompt: Prompt, count: int = 24) -> GenerationRequest:
-    return GenerationRequest(
-        id=id, prompt=prompt[0], images=prompt[1], max_tokens=count, min_tokens=count, stop_ids=frozenset({1})
-    )
+    made(kind).check("one ", picture(70, 40, 1), " and two\n", picture(70, 40, 2), "end")
 
 
 @pytest.mark.parametrize("kind", ["next", "mistral3"])
@@ -184,12 +173,15 @@ def test_answers_depend_on_no_batch_chunk_or_cache(kind: str, made: Callable[[st
     first, second = (golden.chat("see ", picture(70, 40, seed), " this")[1] for seed in (1, 2))
     text = tuple(golden.tokenizer.encode("see nothing at all, or whatever there is", False))
     open_one = partial(open_tiny, golden.folder, context=512)
-    alone = [one(open_one().engine, request("x", each)).tokens for each in (first, second)]
+    alone = [one(open_one().engine, request_with_images("x", each)).tokens for each in (first, second)]
     assert alone[0] != alone[1]
     engine = open_one(max_rows=16).engine  # prompts are computed in chunks that cut images apart
-    together = run(engine, [request("a", first), request("t", (text, ())), request("b", second)])
+    together = run(
+        engine,
+        [request_with_images("a", first), request_with_images("t", (text, ())), request_with_images("b", second)],
+    )
     assert [together[id][0].tokens for id in "ab"] == alone
-    again = one(engine, request("c", first))
+    again = one(engine, request_with_images("c", first))
     assert again.tokens == alone[0]
     assert again.ending is not None
     assert again.ending.usage.cached_tokens == len(first[0]) - 1
