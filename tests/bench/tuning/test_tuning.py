@@ -115,6 +115,14 @@ def test_a_choice_that_changes_nothing_equals_the_setting(tiny_folder: Path) -> 
     assert same == ["none"]
 
 
+@pytest.mark.parametrize("has_module", [False, True])
+def test_a_checkpoints_own_module_is_tried(tiny_folder: Path, has_module: bool) -> None:
+    found = tuning_levels(inputs(tiny_folder, has_module=has_module))
+    speculation = next(level for level in found if level.name == "speculation")
+    tried = [choice.options["most_drafts"] for choice in speculation.choices if choice.options["speculation"] == "mtp"]
+    assert tried == ([1, 2, 4] if has_module else [])
+
+
 def test_a_setting_is_measured_and_its_tokens_are_those_of_the_naive_one(tiny_folder: Path) -> None:
     traffic = tuning_traffic(None, "chat", requests=4, users=2, scale=0.05)
     found = inputs(tiny_folder, traffic=traffic.profile)

@@ -165,7 +165,8 @@ def _check_recurrent(variant: Variant) -> None:
 def _state_pool(most: int, capacity: Capacity, *, reuse: bool, drafts: bool) -> StatePool:
     """Share the slots of recurrent states between at most `most` running sequences, prefixes to reuse, and drafts that
     may be rejected."""
-    running = min(most, max(1, capacity.states // 2 if reuse or drafts else capacity.states))
+    others = capacity.states // 2 if reuse else capacity.states // 4 if drafts else 0
+    running = min(most, max(1, capacity.states - others))
     if running < most:
         log.info("recurrent states leave room for %d running sequences, not %d", running, most)
     kept = capacity.states - running if reuse or drafts else 0
