@@ -193,7 +193,7 @@ class GraphVectors:
             keys = ids[start : start + _CHUNK].astype(np.uint64)
             known = keys[np.asarray(self._index.contains(keys))]
             if len(known):
-                rows = np.vstack(self._index.get(known, dtype="f32")).astype(np.float32)
+                rows = np.asarray(self._index.get(known, dtype="f32"), dtype=np.float32).reshape(len(known), -1)
                 cosines = (rows @ vector) / np.maximum(np.linalg.norm(rows, axis=1), 1e-12)
                 best += _nearest(cosines, known.astype(np.int64), count)
         return sorted(best, key=lambda each: (-each[1], each[0]))[:count]

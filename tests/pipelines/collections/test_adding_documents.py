@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.database import Database
+from headrace.pipelines.collections.chunk_queries import count_keyword_chunks
 from headrace.pipelines.collections.chunk_store import NewChunk, NewDocument, add_document
 from headrace.pipelines.collections.collection_schema import STEPS
 from headrace.pipelines.collections.collection_store import create_collection
@@ -18,7 +21,10 @@ from headrace.pipelines.collections.records import CollectionRecord
 from tests.support.running_server import asynchronous
 from tests.support.tiny_collections import ANNA, shelf
 
-STEP: int = 100  # virtual machine instructions between two calls of the progress handler
+STEP: Final = 100  # virtual machine instructions between two calls of the progress handler
+NOTES: Final = CollectionRecord(
+    seq=0, tenant="anna", name="notes", uid="u", model="", chunk_tokens=100, overlap_tokens=0, recall="fast"
+)
 
 
 @asynchronous
@@ -88,18 +94,34 @@ def test_a_file_of_an_earlier_version_learns_its_number_of_chunks(tmp_path: Path
 
 def test_adding_a_document_takes_the_same_work_among_many() -> None:
     connection = made(STEPS)
-    new = CollectionRecord(
-        seq=0, tenant="anna", name="notes", uid="u", model="", chunk_tokens=100, overlap_tokens=0, recall="fast"
-    )
-    record = create_collection(connection, new, most=9)
-    work: list[int] = []
-    for number in range(400):
-        steps = [0]
-        connection.set_progress_handler(lambda steps=steps: steps.__setitem__(0, steps[0] + 1), STEP)
-        add_document(connection, record, document(number), most_chunks=10_000)
-        connection.set_progress_handler(None, STEP)
-        work.append(steps[0])
+    record = create_collection(connection, NOTES, most=9)
+    add = partial(add_document, connection, record, most_chunks=10_000)
+    work = [steps_of(connection, partial(add, document(number))) for number in range(400)]
     assert sum(work[-50:]) < 1.5 * sum(work[:50])
+
+
+def test_counting_the_chunks_of_a_search_takes_the_same_work_among_many() -> None:
+    connection = made(STEPS)
+    record = create_collection(connection, NOTES, most=9)
+    work: list[int] = []
+    for number in range(300):
+        add_document(connection, record, document(number), most_chunks=10_000)
+        work.append(steps_of(connection, partial(count_keyword_chunks, connection, record.seq)))
+    assert count_keyword_chunks(connection, record.seq) == 300
+    assert sum(work[-50:]) < 2 * sum(work[:50])
+
+
+def steps_of(connection: sqlite3.Connection, call: Callable[[], Any]) -> int:
+    """Return the virtual machine's instructions of a call, in units of STEP."""
+    steps = [0]
+
+    def count() -> None:
+        steps[0] += 1
+
+    connection.set_progress_handler(count, STEP)
+    call()
+    connection.set_progress_handler(None, STEP)
+    return steps[0]
 
 
 def made(steps: tuple[str, ...]) -> sqlite3.Connection:
