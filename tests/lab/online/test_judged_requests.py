@@ -123,3 +123,6 @@ def test_the_command_fits_what_a_server_has_judged(
     assert 'small = "draft"' in (tmp_path / "cascade" / "cascade.toml").read_text()
     assert main(["tune", "cascade", *arguments, "--pairs", "cascade/pairs.jsonl"]) == 2
     assert "--shadow" in capsys.readouterr().err
+    monkeypatch.setattr(tune_cascade, "request", lambda *call: b"")
+    assert main(["tune", "cascade", *arguments]) == 2
+    assert "record = true" in capsys.readouterr().err

@@ -102,9 +102,16 @@ def cascade(
     if pairs is not None and shadow is not None:
         raise RequestError("Pass either --pairs or --shadow.", parameter="pairs")
     if shadow is not None:
+        lines = request(url, "GET", f"shadows/{path_segment(shadow)}/pairs")
+        if not lines:
+            raise RequestError(
+                f"Shadow '{shadow}' has kept no judged pairs yet. It keeps those of tenants with record = true, whose "
+                "requests its variants (`of`) have answered.",
+                parameter="shadow",
+            )
         out.mkdir(parents=True, exist_ok=True)
         pairs = out / "pairs.jsonl"
-        pairs.write_bytes(request(url, "GET", f"shadows/{path_segment(shadow)}/pairs"))
+        pairs.write_bytes(lines)
     if pairs is not None:
         judged = read_pairs(pairs)
     else:
