@@ -187,7 +187,7 @@ def table(rows: list[Row], options: argparse.Namespace) -> str:
     for row in rows:
         theirs = (row.other, "") if isinstance(row.other, str) else tuple(f"{each:.0f}" for each in row.other)
         lines[-1] += (
-            f"\n| {row.format} | {row.became} | {row.bits:.2f} | {row.error:.5f} | {row.exact:.5f} | "
+            f"\n| {row.format} | {row.became} | {row.bits:.2f} | {row.error:.1e} | {row.exact:.1e} | "
             f"{row.speed[0]:.0f} | {theirs[0]} | {row.speed[1]:.0f} | {theirs[1]} |"
         )
     return "\n\n".join(lines) + "\n"

@@ -70,11 +70,11 @@ def read_by_vllm(model: Path, prompts: list[list[int]], dtype: str, folder: Path
     ("method", "bits", "options", "dtype", "nats"),
     [
         # How far a token's log-likelihood is from that of the stored weights in f32, in the mean. vLLM rounds the
-        # inputs of W8A8 to 8 bits, and computes W4A16 and FP8 in bf16.
-        ("smoothquant", 8, {}, "float32", 0.05),
-        ("rtn", 4, {"group": 128, "symmetric": False}, "bfloat16", 0.05),
-        ("rtn", 4, {"group": 128}, "bfloat16", 0.05),
-        ("fp8", 8, {}, "bfloat16", 0.05),
+        # inputs of W8A8 to 8 bits and those of FP8 to FP8, and computes W4A16 in bf16.
+        ("smoothquant", 8, {}, "float32", 0.1),
+        ("rtn", 4, {"group": 128, "symmetric": False}, "bfloat16", 0.08),
+        ("rtn", 4, {"group": 128}, "bfloat16", 0.08),
+        ("fp8", 8, {}, "bfloat16", 0.3),
     ],
 )
 def test_vllm_computes_with_the_stored_weights(
