@@ -163,6 +163,11 @@ def speed_table(names: list[str], *, rounds: int, threads: int, small: bool) -> 
         f"{transformers.__version__} in bf16. Tokens per second of wall time, medians of {rounds} rounds in turn, from "
         f"least to most: prefill of {PREFILL} tokens, decode of {DECODED} after them, one sequence.",
         "",
+        *(
+            ["**Small models, to see that it runs: these speeds say nothing of the public models.**", ""]
+            if small
+            else []
+        ),
         "| model | layers | measured | Headrace | llama.cpp | ratio | transformers | ratio |",
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
