@@ -162,6 +162,10 @@ RecurrentWeights recurrent_weights(const Assembly& parts, const RecurrentShape& 
 
 StreamWeights stream_weights(const Assembly& parts, const ModelWeights& w, const std::string& name) {
   StreamWeights weights;
+  weights.input_gate = parts.product(name + ".inputs.in");
+  weights.input_out = parts.product(name + ".inputs.out");
+  weights.input_norm = parts.norm(name + ".inputs.norm", w.hidden);
+  if (w.streams.count == 0) return weights;
   weights.router_norm = parts.norm(name + ".streams.router_norm", w.hidden);
   weights.router = parts.product(name + ".streams.router");
   weights.predict = parts.list(name + ".streams.predict");
@@ -170,10 +174,13 @@ StreamWeights stream_weights(const Assembly& parts, const ModelWeights& w, const
   weights.past_in = parts.product(name + ".past.in");
   weights.past_out = parts.product(name + ".past.out");
   weights.past_norm = parts.norm(name + ".past.norm", w.hidden);
-  weights.input_gate = parts.product(name + ".inputs.in");
-  weights.input_out = parts.product(name + ".inputs.out");
-  weights.input_norm = parts.norm(name + ".inputs.norm", w.hidden);
   return weights;
+}
+
+Buffer<float> ones(int64_t size) {
+  Buffer<float> values(round_up(size, kRowPad));
+  std::fill(values.data(), values.data() + size, 1.0f);
+  return values;
 }
 
 int chosen(const std::string& name, const std::vector<std::string>& choices, const char* what) {
@@ -197,6 +204,20 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.kept = fact<bool>(facts, "kept");
   layer.spans = static_cast<Spans>(chosen(fact<std::string>(facts, "spans"), {"ignore", "reach", "only"}, "spans"));
   const int64_t experts = fact<int64_t>(facts, "experts");
+  auto size_or = [&](const char* key, int64_t usual) {
+    const int64_t size = fact<int64_t>(facts, key);
+    return size == 0 ? usual : size;
+  };
+  layer.kv_heads = size_or("kv_heads", w.kv_heads);
+  layer.head_size = size_or("head_size", w.head_size);
+  layer.value_size = w.value_size == w.head_size ? layer.head_size : w.value_size;
+  layer.inner = size_or("inner", w.inner);
+  layer.beside = fact<bool>(facts, "beside");
+  for (int64_t size : {layer.kv_heads, layer.head_size}) {
+    if (size < 1 || size > (int64_t{1} << 24))
+      refuse("a size of " + name + " is out of range: " + std::to_string(size));
+  }
+  if (parts.has(name + ".scale")) layer.scale = parts.list_of(name + ".scale", 1, 1).front();
   layer.attn_norm = parts.norm(attn + ".norm", w.hidden);
   layer.attn_out_norm = parts.norm(attn + ".out_norm", w.hidden);
   layer.attn_residual_norm = parts.norm(attn + ".residual_norm", w.hidden);
@@ -204,13 +225,10 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.mlp_out_norm = parts.norm(feed + ".out_norm", w.hidden);
   layer.mlp_residual_norm = parts.norm(feed + ".residual_norm", w.hidden);
   const bool full = w.qk_norm == QkNorm::kFull || w.qk_norm == QkNorm::kEachHead;
-  layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * w.head_size : w.head_size);
-  layer.k_norm = parts.norm(attn + ".k_norm", full ? w.kv_heads * w.head_size : w.head_size);
+  layer.q_norm = parts.norm(attn + ".q_norm", full ? w.heads * layer.head_size : layer.head_size);
+  layer.k_norm = parts.norm(attn + ".k_norm", full ? layer.kv_heads * layer.head_size : layer.head_size);
   if (w.unit_norms && layer.normed) {
-    for (NormWeights* norm : {&layer.q_norm, &layer.k_norm}) {
-      norm->weight = Buffer<float>(round_up(w.head_size, kRowPad));
-      std::fill(norm->weight.data(), norm->weight.data() + w.head_size, 1.0f);
-    }
+    for (NormWeights* norm : {&layer.q_norm, &layer.k_norm}) norm->weight = ones(layer.head_size);
   }
   layer.sinks = parts.list(attn + ".sinks");
   layer.attends = fact<bool>(facts, "attends");
@@ -218,11 +236,8 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.feeds = fact<bool>(facts, "mlp");
   layer.shares = fact<int64_t>(facts, "shares") >= 0;
   if (!fact<nb::object>(facts, "gate_cutoff").is_none()) layer.gate_cutoff = fact<float>(facts, "gate_cutoff");
-  if (w.streams.count > 0) layer.streams = stream_weights(parts, w, name);
-  if (fact<bool>(facts, "value_norm")) {
-    layer.v_norm.weight = Buffer<float>(round_up(w.head_size, kRowPad));
-    std::fill(layer.v_norm.weight.data(), layer.v_norm.weight.data() + w.head_size, 1.0f);
-  }
+  if (w.streams.input_size > 0) layer.streams = stream_weights(parts, w, name);
+  if (fact<bool>(facts, "value_norm")) layer.v_norm.weight = ones(layer.value_size);
   if (layer.attends) {
     layer.qkv = parts.product(attn + ".qkv");
     layer.o = parts.product(attn + ".o");
@@ -242,9 +257,17 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
     layer.q_up = parts.product(attn + ".q_up");
   }
   if (!layer.feeds) return layer;
-  if (experts == 0) {
-    layer.mlp = parts.mlp(feed, w.gated);
-    return layer;
+  if (experts == 0 || layer.beside) layer.mlp = parts.mlp(feed, w.gated);
+  if (experts == 0) return layer;
+  if (layer.beside) {
+    // The router reads rows of length one, times its weights.
+    layer.router_norm = parts.norm(feed + ".router_norm", w.hidden);
+    const float length = 1.0f / std::sqrt(static_cast<float>(w.hidden));
+    for (int64_t i = 0; layer.router_norm.present() && i < w.hidden; ++i) layer.router_norm.weight.data()[i] *= length;
+    layer.experts_norm = parts.norm(feed + ".experts_norm", w.hidden);
+    layer.experts_out_norm = parts.norm(feed + ".experts_out_norm", w.hidden);
+    layer.dense_out_norm = parts.norm(feed + ".dense_out_norm", w.hidden);
+    layer.expert_scales = parts.list(feed + ".expert_scales");
   }
   layer.router = parts.product(feed + ".router");
   layer.router_bias = parts.list(feed + ".router_bias");
@@ -322,7 +345,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
     w.stream_in.push_back(parts.product("streams." + std::to_string(i - 1) + ".in"));
     w.stream_out.push_back(parts.product("streams." + std::to_string(i - 1) + ".out"));
   }
-  if (w.streams.count > 0) {
+  if (w.streams.input_size > 0) {
     w.inputs_embed = parts.packed("inputs.embed");
     w.inputs_in = parts.product("inputs.in");
     w.inputs_norm = parts.norm("inputs.norm", w.streams.input_size);
@@ -355,6 +378,9 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
       if (shared + 1 >= static_cast<int64_t>(w.layers.size())) refuse("a layer shares what no earlier layer has");
       const Layer& owner = w.layers[static_cast<size_t>(shared)];
       if (!owner.attends || owner.shares) refuse("a layer shares what another layer does not compute");
+      if (owner.kv_heads != layer.kv_heads || owner.head_size != layer.head_size) {
+        refuse("a layer shares keys of another shape than its own");
+      }
       layer.kv = owner.kv;
     } else {
       layer.kv = layer.attends && w.causal ? kv++ : 0;

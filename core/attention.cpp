@@ -9,8 +9,7 @@
 
 namespace headrace {
 
-// Rows of latents become those of queries, keys and values in qkv_, as a model without latents has them; values are
-// zero beyond their own size.
+// Rows of latents become those of queries, keys and values in qkv_, as a model without latents has them.
 void Model::expand_latents(const Layer& layer, int64_t rows) {
   constexpr float kEps = 1e-6f;  // of the latents' norms, whatever that of others is
   const int64_t size = w_.head_size;
@@ -44,11 +43,10 @@ void Model::expand_latents(const Layer& layer, int64_t rows) {
       float* k = q + q_size;
       float* v = k + q_size;
       if (w_.query_latent == 0) std::memcpy(q, latents, static_cast<size_t>(q_size) * sizeof(float));
-      for (int64_t h = 0; h < w_.heads; ++h, k += size, v += size, expanded += plain + w_.value_size) {
+      for (int64_t h = 0; h < w_.heads; ++h, k += size, v += w_.value_size, expanded += plain + w_.value_size) {
         std::memcpy(k, latents + queries, static_cast<size_t>(w_.turning) * sizeof(float));
         std::memcpy(k + w_.turning, expanded, static_cast<size_t>(plain) * sizeof(float));
         std::memcpy(v, expanded + plain, static_cast<size_t>(w_.value_size) * sizeof(float));
-        std::fill(v + w_.value_size, v + size, 0.0f);
       }
     }
   });
@@ -56,10 +54,12 @@ void Model::expand_latents(const Layer& layer, int64_t rows) {
 
 // Norms and rotates queries and keys in place, and stores keys and values into their blocks.
 void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index) {
-  const int64_t size = w_.head_size;
+  const KvLayout& layout = args.kv->layout(index);
+  const int64_t size = layer.head_size;
+  const int64_t value_size = layer.value_size;
   const int64_t q_size = w_.heads * size;
-  const int64_t kv_size = w_.kv_heads * size;
-  const int64_t kv_heads = layer.shares ? 0 : w_.kv_heads;  // that the layer computes
+  const int64_t kv_size = layer.kv_heads * size;
+  const int64_t kv_heads = layer.shares ? 0 : layer.kv_heads;  // that the layer computes
   const int64_t table = std::max(layer.rope, 0) * max_rows_ * half_pad_;
   pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     float* scratch = row_scratch_.data() + thread * row_scratch_stride_;
@@ -91,7 +91,7 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.k_norm, k + h * size, size, h * size);
       }
       if (layer.v_norm.present()) {
-        for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.v_norm, v + h * size, size);
+        for (int64_t h = 0; h < kv_heads; ++h) normalise(layer.v_norm, v + h * value_size, value_size);
       }
       if (layer.rope >= 0) {
         const Rope& rope = w_.ropes[static_cast<size_t>(layer.rope)];
@@ -114,21 +114,21 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         const float factor = std::log1p(steps) * w_.growth + 1.0f;
         for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
       }
-      if (args.kv->layout().rotated) {
-        const float* end = layer.shares ? k : v + kv_size;
-        for (float* head = q; head < end; head += size) kernels_.rotate(head_rotation_->view(), head);
+      if (layout.rotated) {
+        for (int64_t h = 0; h < w_.heads + kv_heads; ++h) kernels_.rotate(layer.key_rotation->view(), q + h * size);
+        for (int64_t h = 0; h < kv_heads; ++h) kernels_.rotate(layer.value_rotation->view(), v + h * value_size);
       }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
       for (int64_t h = 0; h < kv_heads; ++h) {
-        write_token(args.kv->layout(), args.kv->record(index, block, h), row.position % kBlock, k + h * size,
-                    v + h * size);
+        write_token(layout, args.kv->record(index, block, h), row.position % kBlock, k + h * size, v + h * value_size);
       }
     }
   });
 }
 
 void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows) {
-  const int64_t heads_per_kv = w_.heads / w_.kv_heads;
+  const int64_t kv_heads = layer.kv_heads;
+  const int64_t heads_per_kv = w_.heads / kv_heads;
   const int64_t tile = std::max<int64_t>(1, tile_rows_ / heads_per_kv);
   for (int64_t r = 0; r < rows; ++r) {
     AttentionRow& asking = asking_[static_cast<size_t>(r)];
@@ -153,9 +153,9 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
   }
   // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
   // empty.
-  pool_.run(rows * w_.kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+  pool_.run(rows * kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / w_.kv_heads;
+      const int64_t first = item / kv_heads;
       auto sequence_of = [&](int64_t r) {
         return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence;
       };
@@ -176,7 +176,7 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       call.q_stride = qkv_pad_;
       call.out = attended_.data();
       call.out_stride = q_pad_;
-      call.kv_head = item % w_.kv_heads;
+      call.kv_head = item % kv_heads;
       call.heads_per_kv = heads_per_kv;
       call.scale = w_.attention_scale;
       call.softcap = w_.attention_softcap;
@@ -184,34 +184,23 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       call.bias_stride = bias_stride_;
       call.bias_reach = bias_reach_;
       call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
-      call.layout = &args.kv->layout();
+      call.layout = &args.kv->layout(index);
       call.layer_base = args.kv->record(index, 0, 0);
       call.block_table = args.block_tables + sequence * args.table_stride;
       call.scratch = attention_scratch_.data() + thread * attention_stride_;
       kernels_.attend(call);
       if (!call.layout->rotated) continue;
       for (int64_t r = first; r < first + count; ++r) {
-        float* head = attended_.data() + r * q_pad_ + call.kv_head * heads_per_kv * w_.head_size;
+        float* head = attended_.data() + r * q_pad_ + call.kv_head * heads_per_kv * layer.value_size;
         for (int64_t h = 0; h < heads_per_kv; ++h) {  // back
-          kernels_.rotate(head_rotation_->view(), head + h * w_.head_size);
+          kernels_.rotate(layer.value_rotation->view(), head + h * layer.value_size);
         }
       }
     }
   });
-  const int64_t attended = w_.heads * w_.value_size;
-  if (w_.value_size < w_.head_size) {  // values move together
-    pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t r = begin; r < end; ++r) {
-        float* row = attended_.data() + r * q_pad_;
-        for (int64_t h = 1; h < w_.heads; ++h) {
-          std::memmove(row + h * w_.value_size, row + h * w_.head_size,
-                       static_cast<size_t>(w_.value_size) * sizeof(float));
-        }
-        std::fill(row + attended, row + w_.heads * w_.head_size, 0.0f);
-      }
-    });
-  }
-  if (w_.attention_gate) gate_attention(rows);
+  const int64_t attended = w_.heads * layer.value_size;
+  clear_beyond(attended_.data(), q_pad_, rows, attended);
+  if (w_.attention_gate) gate_attention(layer, rows);
   times_.end(Stage::kAttention);
   const LowRank* low = low_rank(args, layer, Site::kOutput, rows);
   fit_rows(rows, attended_.data(), q_pad_, attended, layer.o, low);

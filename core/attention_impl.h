@@ -14,7 +14,8 @@
 namespace headrace {
 namespace {
 
-// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32 ...
+// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32, each with its own size
+// ...
 struct Singles {
   using Value = float;
   using Vector = F16;
@@ -103,7 +104,7 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
 }
 
 inline const float* expand_values(const KvLayout& layout, const uint8_t* record, float* buffer) {
-  const int64_t size = layout.padded_size;
+  const int64_t size = layout.padded_value_size;
   switch (layout.type) {
     case KvType::kF32:
       return reinterpret_cast<const float*>(record + layout.values_offset);
@@ -138,7 +139,8 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
   return buffer;
 }
 
-// A chunk's block, and its parts of the buffers ([64][size] floats each) and scales ([64] each).
+// A chunk's block, and its parts of the buffers ([64][size] floats each, the size of keys or of values) and scales
+// ([64] each).
 struct Buffers {
   float* keys;
   float* values;
@@ -148,22 +150,23 @@ struct Buffers {
 
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Singles>& chunk) {
-  const int64_t at = block * kBlock * layout.padded_size;
-  chunk.keys[block] = expand_keys(layout, record, buffers.keys + at);
-  chunk.values[block] = expand_values(layout, record, buffers.values + at);
+  const int64_t token = block * kBlock;
+  chunk.keys[block] = expand_keys(layout, record, buffers.keys + token * layout.padded_size);
+  chunk.values[block] = expand_values(layout, record, buffers.values + token * layout.padded_value_size);
 }
 
 #if defined(HEADRACE_BF16_ATTENTION)
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Twos>& chunk) {
   const int64_t size = layout.padded_size;
+  const int64_t value_size = layout.padded_value_size;
   if (layout.type == KvType::kBf16) {
     chunk.keys[block] = reinterpret_cast<const uint16_t*>(record);
     chunk.values[block] = reinterpret_cast<const uint16_t*>(record + layout.values_offset);
     return;
   }
   uint16_t* keys = reinterpret_cast<uint16_t*>(buffers.keys) + block * kBlock * size;
-  uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * size;
+  uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * value_size;
   F16 quad[4];
   for (int64_t d = 0; d < size; d += 4) {
     load_quads(layout.type, record, d / 4, quad);
@@ -171,10 +174,10 @@ inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t bl
     store_pairs(keys + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
   }
   for (int64_t t = 0; t < kBlock; t += 4) {
-    for (int64_t d = 0; d < size; d += 16) {
+    for (int64_t d = 0; d < value_size; d += 16) {
       load_quads(layout.type, record + layout.values_offset, value_quad(layout, t, d), quad);
-      store_pairs(values + t * size + d * 2, pair_exact(quad[0], quad[1]));
-      store_pairs(values + (t + 2) * size + d * 2, pair_exact(quad[2], quad[3]));
+      store_pairs(values + t * value_size + d * 2, pair_exact(quad[0], quad[1]));
+      store_pairs(values + (t + 2) * value_size + d * 2, pair_exact(quad[2], quad[3]));
     }
   }
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
@@ -371,17 +374,18 @@ void attend_by(const AttentionArgs& args) {
   using Value = typename Unit::Value;
   const KvLayout& layout = *args.layout;
   const int64_t size = layout.padded_size;
+  const int64_t value_size = layout.padded_value_size;
   const int64_t heads = args.heads_per_kv;
   const int64_t count = args.row_count * heads;
   Value* queries = reinterpret_cast<Value*>(args.scratch);
   float* outputs = args.scratch + count * size;
-  float* scores = outputs + count * size;
+  float* scores = outputs + count * value_size;
   float* peaks = scores + count * kAttentionChunk;
   float* totals = peaks + count;
   Buffers buffers;
   buffers.keys = totals + count;
   buffers.values = buffers.keys + kAttentionChunk * size;
-  buffers.key_scales = buffers.values + kAttentionChunk * size;
+  buffers.key_scales = buffers.values + kAttentionChunk * value_size;
   buffers.value_scales = buffers.key_scales + kAttentionChunk;
 
   const float scale = args.scale * Unit::kUnit;
@@ -399,7 +403,7 @@ void attend_by(const AttentionArgs& args) {
       }
     }
   }
-  for (int64_t i = 0; i < count * size; ++i) outputs[i] = 0.0f;
+  for (int64_t i = 0; i < count * value_size; ++i) outputs[i] = 0.0f;
   for (int64_t i = 0; i < count; ++i) begin_softmax<Unit>(args, i, peaks + i, totals + i);
 
   for (int64_t start = begin / kAttentionChunk * kAttentionChunk; start < end; start += kAttentionChunk) {
@@ -426,24 +430,24 @@ void attend_by(const AttentionArgs& args) {
       const Span span = seen(i);
       if (span.begin >= span.end) continue;
       soften(args, chunk, span, bias_of(args, i, start), scores + i * kAttentionChunk, peaks + i, totals + i,
-             outputs + i * size, size);
+             outputs + i * value_size, value_size);
     }
     for (i = 0; i + kValueRows <= count; i += kValueRows) {
       Span spans[kValueRows];
       for (int r = 0; r < kValueRows; ++r) spans[r] = seen(i + r);
-      add_rows<Unit, kValueRows>(chunk, size, spans, scores + i * kAttentionChunk, outputs + i * size);
+      add_rows<Unit, kValueRows>(chunk, value_size, spans, scores + i * kAttentionChunk, outputs + i * value_size);
     }
     for (; i < count; ++i) {
       const Span span = seen(i);
-      add_rows<Unit, 1>(chunk, size, &span, scores + i * kAttentionChunk, outputs + i * size);
+      add_rows<Unit, 1>(chunk, value_size, &span, scores + i * kAttentionChunk, outputs + i * value_size);
     }
   }
 
   for (int64_t i = 0; i < count; ++i) {
     float* out = args.out + args.rows[i / heads].target * args.out_stride +
-                 (args.kv_head * heads + i % heads) * layout.head_size;
-    const float* output = outputs + i * size;
-    for (int64_t d = 0; d < layout.head_size; ++d) out[d] = output[d] / totals[i];
+                 (args.kv_head * heads + i % heads) * layout.value_size;
+    const float* output = outputs + i * value_size;
+    for (int64_t d = 0; d < layout.value_size; ++d) out[d] = output[d] / totals[i];
   }
 }
 

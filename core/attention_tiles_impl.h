@@ -39,7 +39,7 @@ inline const uint16_t* tiled_keys(const KvLayout& layout, const uint8_t* record,
 
 // Copies a block's values as tiles read them: [8 token pairs][depth][2].
 inline void tile_values(const KvLayout& layout, const uint8_t* record, int64_t depth, uint16_t* out) {
-  const int64_t size = layout.padded_size;
+  const int64_t size = layout.padded_value_size;
   if (layout.has_scales()) {
     for (int64_t t = 0; t < kBlock; t += 4) {
       for (int64_t d = 0; d < size; d += 16) {
@@ -78,23 +78,23 @@ inline bool has_nonfinite(const uint16_t* values, int64_t count) {
 
 // Where a call's rows and a chunk's keys and values lie in its scratch.
 struct TiledBuffers {
-  TiledBuffers(const AttentionArgs& args, int64_t held, int64_t depth)
+  TiledBuffers(const AttentionArgs& args, int64_t held, int64_t depth, int64_t value_depth)
       : outputs(args.scratch),
-        scores(outputs + held * depth),
+        scores(outputs + held * value_depth),
         key_scales(scores + held * kAttentionChunk),
         value_scales(key_scales + kAttentionChunk),
         queries(reinterpret_cast<uint16_t*>(value_scales + kAttentionChunk)),
         values(queries + held * depth),
-        keys(values + kAttentionChunk * depth),
+        keys(values + kAttentionChunk * value_depth),
         peaks(reinterpret_cast<float*>(keys + kAttentionChunk * depth)),
         totals(peaks + held) {}
 
-  float* const outputs;       // [held][depth]
+  float* const outputs;       // [held][value depth]
   float* const scores;        // [held][64]; over a row's scores its weights
   float* const key_scales;    // [64], where KV memory has scales
   float* const value_scales;  // [64]
   uint16_t* const queries;    // [held][depth]
-  uint16_t* const values;     // [32 token pairs][depth][2]
+  uint16_t* const values;     // [32 token pairs][value depth][2]
   uint16_t* const keys;       // [4 blocks][depth/2][16 tokens][2], where they cannot be read from KV memory
   float* const peaks;         // [held]
   float* const totals;        // [held]
@@ -140,11 +140,11 @@ inline void add_tiled_values(Tiles& tiles, const TiledBuffers& buffers, int64_t 
 }
 
 // Writes a row's output. A sum of the tiles may be -0 or denormal by what was added for nothing, and is 0 then.
-inline void write_attended(const float* output, float total, int64_t head_size, float* out) {
-  for (int64_t d = 0; d < head_size; d += 16) {
+inline void write_attended(const float* output, float total, int64_t size, float* out) {
+  for (int64_t d = 0; d < size; d += 16) {
     F16 x = load(output + d);
     x = where_less(absolute(x), splat(1.17549435e-38f), splat(0.0f), x);
-    store_some(out + d, head_size - d, divide(x, splat(total)));
+    store_some(out + d, size - d, divide(x, splat(total)));
   }
 }
 
@@ -153,11 +153,12 @@ void attend_by_tiles(const AttentionArgs& args) {
   const KvLayout& layout = *args.layout;
   if (layout.type == KvType::kF32) return attend(args);
   const int64_t depth = round_up(layout.padded_size, kTileDepth);
+  const int64_t value_depth = round_up(layout.padded_value_size, kTileDepth);
   const int64_t heads = args.heads_per_kv;
   const int64_t count = args.row_count * heads;
   const int64_t at_once = count <= kTileRows ? count : 2 * kTileRows;
   const int64_t held = round_up(count, at_once);  // rows beyond the last are computed for nothing
-  const TiledBuffers buffers(args, held, depth);
+  const TiledBuffers buffers(args, held, depth, value_depth);
 
   const float scale = args.scale * Twos::kUnit;
   int64_t begin = args.rows[0].begin;
@@ -175,7 +176,7 @@ void attend_by_tiles(const AttentionArgs& args) {
     }
   }
   for (int64_t i = count * depth; i < held * depth; ++i) buffers.queries[i] = 0;
-  for (int64_t i = 0; i < held * depth; ++i) buffers.outputs[i] = 0.0f;
+  for (int64_t i = 0; i < held * value_depth; ++i) buffers.outputs[i] = 0.0f;
   for (int64_t i = 0; i < held; ++i) begin_softmax<Twos>(args, i, buffers.peaks + i, buffers.totals + i);
 
   Tiles tiles;
@@ -197,7 +198,7 @@ void attend_by_tiles(const AttentionArgs& args) {
       const uint8_t* record = args.layer_base + args.block_table[start / kBlock + block] * layout.block_bytes +
                               args.kv_head * layout.record_bytes;
       chunk.keys[block] = tiled_keys(layout, record, depth, buffers.keys + block * kBlock * depth);
-      tile_values(layout, record, depth, buffers.values + block * kBlock * depth);
+      tile_values(layout, record, value_depth, buffers.values + block * kBlock * value_depth);
       if (layout.has_scales()) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
         store(buffers.key_scales + block * kBlock, load_f16(scales));
@@ -206,13 +207,13 @@ void attend_by_tiles(const AttentionArgs& args) {
     }
     // A weight of zero leaves out a token only if its value is finite. What no row sees is made so; where one row sees
     // such a value and another does not, each token goes by itself.
-    if (any.begin > 0 || any.end < kAttentionChunk) forget_unseen(buffers.values, depth, any);
+    if (any.begin > 0 || any.end < kAttentionChunk) forget_unseen(buffers.values, value_depth, any);
     bool alike = true;
     for (int64_t r = 0; r < args.row_count; ++r) {
       const Span span = seen_by(r);
       alike = alike && span.begin == any.begin && span.end == any.end;
     }
-    if (!alike && has_nonfinite(buffers.values, kAttentionChunk * depth)) {
+    if (!alike && has_nonfinite(buffers.values, kAttentionChunk * value_depth)) {
       for (int64_t r = 0; r < args.row_count; ++r) {
         AttentionArgs one = args;
         one.rows = args.rows + r;
@@ -228,18 +229,18 @@ void attend_by_tiles(const AttentionArgs& args) {
       float* scores = buffers.scores + i * kAttentionChunk;
       if (span.begin < span.end) {
         soften<Twos>(args, chunk, span, bias_of(args, i, start), scores, buffers.peaks + i, buffers.totals + i,
-                     buffers.outputs + i * depth, depth);
+                     buffers.outputs + i * value_depth, value_depth);
       } else {
         for (int64_t j = 0; j < kAttentionChunk / 2; j += 16) store(scores + j, splat(0.0f));
       }
     }
-    add_tiled_values(tiles, buffers, depth, held, at_once);
+    add_tiled_values(tiles, buffers, value_depth, held, at_once);
   }
 
   for (int64_t i = 0; i < count; ++i) {
-    write_attended(buffers.outputs + i * depth, buffers.totals[i], layout.head_size,
+    write_attended(buffers.outputs + i * value_depth, buffers.totals[i], layout.value_size,
                    args.out + args.rows[i / heads].target * args.out_stride +
-                       (args.kv_head * heads + i % heads) * layout.head_size);
+                       (args.kv_head * heads + i % heads) * layout.value_size);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings.h"
@@ -526,7 +528,17 @@ void check_block(const Kv& kv, int64_t block) {
   if (block < 0 || block >= kv.blocks()) refuse("no such block");
 }
 
-int64_t bytes_per_block(const Kv& kv) { return kv.layout().block_bytes * kv.layout().layers; }
+int64_t bytes_per_block(const Kv& kv) { return kv.block_bytes(); }
+
+// Of each layer its KV heads, the size of a key and that of a value.
+using KvShapes = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
+
+std::vector<KvLayout> kv_layouts(const KvShapes& shapes, const std::string& type) {
+  const KvType kind = kv_type_from_name(type);
+  std::vector<KvLayout> layouts;
+  for (const auto& [heads, key, value] : shapes) layouts.push_back(KvLayout::of(heads, key, value, kind));
+  return layouts;
+}
 
 void check_block_bytes(const Kv& kv, size_t size) {
   if (static_cast<int64_t>(size) == bytes_per_block(kv)) return;
@@ -610,19 +622,20 @@ NB_MODULE(_core, module) {
   nb::class_<Kv>(module, "Kv")
       .def(
           "__init__",
-          [](Kv* self, int64_t layers, int64_t kv_heads, int64_t head_size, int64_t blocks, const std::string& type) {
-            new (self) Kv(KvLayout::of(layers, kv_heads, head_size, kv_type_from_name(type)), blocks);
+          [](Kv* self, const KvShapes& shapes, int64_t blocks, const std::string& type) {
+            new (self) Kv(kv_layouts(shapes, type), blocks);
           },
-          "layers"_a, "kv_heads"_a, "head_size"_a, "blocks"_a, "type"_a)
+          "shapes"_a, "blocks"_a, "type"_a)
       .def_prop_ro("blocks", &Kv::blocks)
       .def_prop_ro("bytes_per_block", &bytes_per_block)
       .def_static(
           "block_bytes",
-          [](int64_t layers, int64_t kv_heads, int64_t head_size, const std::string& type) {
-            KvLayout layout = KvLayout::of(layers, kv_heads, head_size, kv_type_from_name(type));
-            return layout.block_bytes * layout.layers;
+          [](const KvShapes& shapes, const std::string& type) {
+            int64_t bytes = 0;
+            for (const KvLayout& layout : kv_layouts(shapes, type)) bytes += layout.block_bytes;
+            return bytes;
           },
-          "layers"_a, "kv_heads"_a, "head_size"_a, "type"_a)
+          "shapes"_a, "type"_a)
       .def(
           "copy_block",
           [](Kv& kv, int64_t source, int64_t target) {

@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
+#include "adapters.h"
 #include "model.h"
 
 namespace headrace {
@@ -88,6 +90,9 @@ void Model::weigh_experts(const Layer& layer, int64_t rows) {
     for (int64_t j = 0; j < w_.top_k; ++j) {
       float& weight = expert_weight_.data()[r * w_.top_k + j];
       if (w_.normalise_experts) weight /= total;
+      if (!layer.expert_scales.empty()) {
+        weight *= layer.expert_scales[static_cast<size_t>(expert_of_[static_cast<size_t>(r * w_.top_k + j)])];
+      }
       if (w_.expert_scale != 1.0f) weight *= w_.expert_scale;
     }
   }
@@ -126,11 +131,11 @@ void Model::add_shared(const Layer& layer, int64_t rows) {
   });
 }
 
-// Each row goes to its top_k experts; rows are brought together by expert, and joined again in the row's own order.
+// Each row of normed_ goes to its top_k experts; rows are brought together by expert, and joined again in the row's own
+// order.
 void Model::mix_experts(const Layer& layer, int64_t rows) {
   const int64_t count = static_cast<int64_t>(layer.experts.size());
   const int64_t slots = rows * w_.top_k;
-  weigh_experts(layer, rows);
   std::fill(expert_begin_.begin(), expert_begin_.begin() + count + 1, 0);
   for (int64_t i = 0; i < slots; ++i) ++expert_begin_[static_cast<size_t>(expert_of_[static_cast<size_t>(i)]) + 1];
   for (int64_t e = 0; e < count; ++e)
@@ -219,6 +224,36 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
     }
   });
   if (layer.shared.up.present()) add_shared(layer, rows);
+}
+
+void Model::norm_joined(int64_t rows, const NormWeights& norm) {
+  pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* row = joined_.data() + r * hidden_pad_;
+      kernels_.norm({norm.weight.data(), norm.bias.data(), w_.eps, w_.layer_norm}, row, w_.hidden, row);
+    }
+  });
+}
+
+// joined_ <- the dense MLP and the experts of a layer that has both: each reads the residual through a norm of its own.
+void Model::feed_beside(const StepArgs& args, const Layer& layer, int64_t rows) {
+  prepare(rows, layer.mlp_norm, layer.mlp.up, low_rank(args, layer, Site::kUp, rows));
+  times_.end(Stage::kPrepare);
+  feed_forward(args, layer, rows);
+  norm_joined(rows, layer.dense_out_norm);
+  std::swap(joined_, attention_out_);
+  prepare(rows, layer.router_norm, layer.router);
+  weigh_experts(layer, rows);
+  prepare(rows, layer.experts_norm, Product{});
+  mix_experts(layer, rows);
+  norm_joined(rows, layer.experts_out_norm);
+  pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* dense = attention_out_.data() + r * hidden_pad_;
+      float* out = joined_.data() + r * hidden_pad_;
+      for (int64_t i = 0; i < w_.hidden; ++i) out[i] = dense[i] + out[i];
+    }
+  });
 }
 
 }  // namespace headrace

@@ -6,6 +6,7 @@
 #include <limits>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "layout.h"
 #include "numbers.h"
@@ -22,19 +23,22 @@ KvType kv_type_from_name(const std::string& name) {
   throw std::invalid_argument("unknown KV type '" + name + "': expected f32, bf16, int8, fp8 or int4");
 }
 
-KvLayout KvLayout::of(int64_t layers, int64_t heads, int64_t head_size, KvType type) {
-  if (layers < 1 || layers > 4096 || heads < 1 || heads > 4096 || head_size < 1 || head_size > 1024) {
+KvLayout KvLayout::of(int64_t heads, int64_t head_size, int64_t value_size, KvType type) {
+  constexpr int64_t kMostSize = 1024;
+  if (heads < 1 || heads > 4096 || head_size < 1 || head_size > kMostSize || value_size < 1 || value_size > kMostSize) {
     throw std::invalid_argument("KV sizes out of range");
   }
   KvLayout layout;
   layout.type = type;
-  layout.layers = layers;
   layout.heads = heads;
   layout.head_size = head_size;
   layout.padded_size = round_up(head_size, 16);
+  layout.value_size = value_size;
+  layout.padded_value_size = round_up(value_size, 16);
   const int64_t bits = type == KvType::kF32 ? 32 : type == KvType::kBf16 ? 16 : type == KvType::kInt4 ? 4 : 8;
-  layout.rotated = (type == KvType::kInt8 || type == KvType::kInt4) && Rotation::fits(head_size);
-  layout.value_columns = layout.padded_size / 16;
+  layout.rotated =
+      (type == KvType::kInt8 || type == KvType::kInt4) && Rotation::fits(head_size) && Rotation::fits(value_size);
+  layout.value_columns = layout.padded_value_size / 16;
   if (type == KvType::kInt4) layout.value_columns = round_up(layout.value_columns, 2);
   layout.values_offset = kBlock * layout.padded_size * bits / 8;
   layout.scales_offset = layout.values_offset + kBlock * layout.value_columns * 16 * bits / 8;
@@ -43,11 +47,18 @@ KvLayout KvLayout::of(int64_t layers, int64_t heads, int64_t head_size, KvType t
   return layout;
 }
 
-Kv::Kv(KvLayout layout, int64_t blocks) : layout_(layout), blocks_(blocks) {
-  if (blocks < 1 || blocks > (int64_t{1} << 40) / (layout.block_bytes * layout.layers)) {
+Kv::Kv(std::vector<KvLayout> layouts, int64_t blocks) : layouts_(std::move(layouts)), blocks_(blocks) {
+  if (layouts_.empty() || layouts_.size() > 4096) throw std::invalid_argument("KV layers out of range");
+  for (const KvLayout& layout : layouts_) block_bytes_ += layout.block_bytes;
+  if (blocks < 1 || blocks > (int64_t{1} << 40) / block_bytes_) {
     throw std::invalid_argument("KV blocks out of range: " + std::to_string(blocks));
   }
-  bytes_ = static_cast<size_t>(layout.block_bytes * layout.layers * blocks);
+  int64_t start = 0;
+  for (const KvLayout& layout : layouts_) {
+    starts_.push_back(start);
+    start += layout.block_bytes * blocks;
+  }
+  bytes_ = static_cast<size_t>(start);
   void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<uint8_t*>(memory);
@@ -56,22 +67,24 @@ Kv::Kv(KvLayout layout, int64_t blocks) : layout_(layout), blocks_(blocks) {
 Kv::~Kv() { munmap(data_, bytes_); }
 
 void Kv::copy_block(int64_t source, int64_t target) {
-  for (int64_t layer = 0; layer < layout_.layers; ++layer) {
-    std::memcpy(record(layer, target, 0), record(layer, source, 0), static_cast<size_t>(layout_.block_bytes));
+  for (int64_t layer = 0; layer < layers(); ++layer) {
+    std::memcpy(record(layer, target, 0), record(layer, source, 0), static_cast<size_t>(layout(layer).block_bytes));
   }
 }
 
 void Kv::read_block(int64_t block, uint8_t* bytes) {
-  const size_t size = static_cast<size_t>(layout_.block_bytes);
-  for (int64_t layer = 0; layer < layout_.layers; ++layer, bytes += size) {
-    std::memcpy(bytes, record(layer, block, 0), size);
+  for (int64_t layer = 0; layer < layers(); ++layer) {
+    const int64_t size = layout(layer).block_bytes;
+    std::memcpy(bytes, record(layer, block, 0), static_cast<size_t>(size));
+    bytes += size;
   }
 }
 
 void Kv::write_block(int64_t block, const uint8_t* bytes) {
-  const size_t size = static_cast<size_t>(layout_.block_bytes);
-  for (int64_t layer = 0; layer < layout_.layers; ++layer, bytes += size) {
-    std::memcpy(record(layer, block, 0), bytes, size);
+  for (int64_t layer = 0; layer < layers(); ++layer) {
+    const int64_t size = layout(layer).block_bytes;
+    std::memcpy(record(layer, block, 0), bytes, static_cast<size_t>(size));
+    bytes += size;
   }
 }
 
@@ -128,12 +141,12 @@ struct Scales {  // their inverses
 // that has its sign turned.
 inline Scales write_scales(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value,
                            float code) {
-  auto scale = [&](const float* values) {
-    const float found = extreme(values, layout.head_size);
+  auto scale = [&](const float* values, int64_t size) {
+    const float found = extreme(values, size);
     return scale_of(code > 0.0f && found < 0.0f ? -found : found, code);
   };
-  const Scale of_key = scale(key);
-  const Scale of_value = scale(value);
+  const Scale of_key = scale(key, layout.head_size);
+  const Scale of_value = scale(value, layout.value_size);
   uint16_t* scales = reinterpret_cast<uint16_t*>(record + layout.scales_offset);
   scales[slot] = of_key.bits;
   scales[kBlock + slot] = of_value.bits;
@@ -144,33 +157,35 @@ inline Scales write_scales(const KvLayout& layout, uint8_t* record, int64_t slot
 template <typename Code>
 void write_bytes(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value,
                  const Scales& scales, uint8_t zero, const Code& code) {
-  const int64_t padded = layout.padded_size;
-  uint8_t* values = record + layout.values_offset + slot / 4 * padded * 4 + slot % 4;
-  for (int64_t d = 0; d < padded; ++d) {
-    const bool within = d < layout.head_size;
-    record[(d / 4 * kBlock + slot) * 4 + d % 4] = within ? code(key[d], scales.key) : zero;
-    values[d * 4] = within ? code(value[d], scales.value) : zero;
+  uint8_t* values = record + layout.values_offset + slot / 4 * layout.padded_value_size * 4 + slot % 4;
+  for (int64_t d = 0; d < layout.padded_size; ++d) {
+    record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < layout.head_size ? code(key[d], scales.key) : zero;
+  }
+  for (int64_t d = 0; d < layout.padded_value_size; ++d) {
+    values[d * 4] = d < layout.value_size ? code(value[d], scales.value) : zero;
   }
 }
 
 }  // namespace
 
 void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value) {
-  int64_t size = layout.head_size;
-  int64_t padded = layout.padded_size;
+  const int64_t size = layout.head_size;
+  const int64_t value_size = layout.value_size;
+  const int64_t padded_values = layout.padded_value_size;
   switch (layout.type) {
     case KvType::kF32: {
       float* keys = reinterpret_cast<float*>(record);
-      float* values = reinterpret_cast<float*>(record + layout.values_offset) + slot * padded;
+      float* values = reinterpret_cast<float*>(record + layout.values_offset) + slot * padded_values;
       for (int64_t d = 0; d < size; ++d) keys[d * kBlock + slot] = key[d];
-      std::memcpy(values, value, static_cast<size_t>(size) * sizeof(float));
+      std::memcpy(values, value, static_cast<size_t>(value_size) * sizeof(float));
       return;
     }
     case KvType::kBf16: {
       uint16_t* keys = reinterpret_cast<uint16_t*>(record);
-      uint16_t* values = reinterpret_cast<uint16_t*>(record + layout.values_offset) + slot / 2 * padded * 2 + slot % 2;
+      uint16_t* values =
+          reinterpret_cast<uint16_t*>(record + layout.values_offset) + slot / 2 * padded_values * 2 + slot % 2;
       for (int64_t d = 0; d < size; ++d) keys[(d / 2 * kBlock + slot) * 2 + d % 2] = bf16_from_f32(key[d]);
-      for (int64_t d = 0; d < size; ++d) values[d * 2] = bf16_from_f32(value[d]);
+      for (int64_t d = 0; d < value_size; ++d) values[d * 2] = bf16_from_f32(value[d]);
       return;
     }
     case KvType::kInt8: {
@@ -188,18 +203,20 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
       uint8_t* values = record + layout.values_offset + slot / 4 * layout.value_columns * 32 + slot % 4;
       // One side has a code more than the other: the side with the largest value.
       const Scales scales = write_scales(layout, record, slot, key, value, -8.0f);
-      auto pair = [&](const float* from, int64_t d, int64_t upper, float inverse) {
-        const int low = d < size ? biased_code<-8, 7>(from[d], inverse) : 8;
-        const int high = upper < size ? biased_code<-8, 7>(from[upper], inverse) : 8;
+      auto pair = [](const float* from, int64_t count, int64_t d, int64_t upper, float inverse) {
+        const int low = d < count ? biased_code<-8, 7>(from[d], inverse) : 8;
+        const int high = upper < count ? biased_code<-8, 7>(from[upper], inverse) : 8;
         return static_cast<uint8_t>(low | (high << 4));
       };
-      for (int64_t d = 0; d < padded; d += 8) {
+      for (int64_t d = 0; d < layout.padded_size; d += 8) {
         for (int64_t i = 0; i < 4; ++i) {
-          record[(d / 8 * kBlock + slot) * 4 + i] = pair(key, d + i, d + 4 + i, scales.key);
+          record[(d / 8 * kBlock + slot) * 4 + i] = pair(key, size, d + i, d + 4 + i, scales.key);
         }
       }
       for (int64_t d = 0; d < layout.value_columns * 16; d += 32) {
-        for (int64_t i = 0; i < 16; ++i) values[(d / 2 + i) * 4] = pair(value, d + i, d + 16 + i, scales.value);
+        for (int64_t i = 0; i < 16; ++i) {
+          values[(d / 2 + i) * 4] = pair(value, value_size, d + i, d + 16 + i, scales.value);
+        }
       }
       return;
     }

@@ -1,7 +1,7 @@
 // KV memory: blocks of 16 tokens in every layer. Owns the memory, its layout and the writing of one token's keys and
 // values.
 //
-// A record holds one block of one KV head in one layer; `size` is the head size padded to 16:
+// A record holds one block of one KV head in one layer; `size` is the size of a key, or that of a value, padded to 16:
 //
 //   f32    keys [size][16 tokens],        values [16 tokens][size]
 //   bf16   keys [size/2][16 tokens][2],   values [8 token pairs][size][2]
@@ -18,11 +18,14 @@
 //
 // Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and
 // quads are what AMX and VNNI multiply.
+//
+// Layers may have different numbers of heads, and heads of different sizes. The memory holds layer after layer.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace headrace {
 
@@ -36,47 +39,54 @@ enum class KvType : int { kF32, kBf16, kInt8, kFp8, kInt4 };
 
 KvType kv_type_from_name(const std::string& name);  // throws std::invalid_argument
 
-struct KvLayout {
+struct KvLayout {  // of one layer
   KvType type = KvType::kF32;
-  int64_t layers = 0;
   int64_t heads = 0;
-  int64_t head_size = 0;
+  int64_t head_size = 0;  // dims of a key
   int64_t padded_size = 0;
+  int64_t value_size = 0;  // dims of a value
+  int64_t padded_value_size = 0;
   int64_t values_offset = 0;  // bytes from a record's start
   int64_t scales_offset = 0;  // bytes
   bool rotated = false;       // keys and values: so must queries be, and what attention gives is rotated back
   int64_t value_columns = 0;  // of sixteen dims, where KV memory has codes: an even number of int4
   int64_t record_bytes = 0;
-  int64_t block_bytes = 0;  // all heads of one layer
+  int64_t block_bytes = 0;  // of all heads
 
   bool has_scales() const { return type == KvType::kInt8 || type == KvType::kFp8 || type == KvType::kInt4; }
 
-  static KvLayout of(int64_t layers, int64_t heads, int64_t head_size, KvType type);
+  // Throws std::invalid_argument on sizes that no model has.
+  static KvLayout of(int64_t heads, int64_t head_size, int64_t value_size, KvType type);
 };
 
 class Kv {
  public:
-  Kv(KvLayout layout, int64_t blocks);
+  Kv(std::vector<KvLayout> layouts, int64_t blocks);
   ~Kv();
   Kv(const Kv&) = delete;
   Kv& operator=(const Kv&) = delete;
 
-  const KvLayout& layout() const { return layout_; }
+  int64_t layers() const { return static_cast<int64_t>(layouts_.size()); }
+  const KvLayout& layout(int64_t layer) const { return layouts_[static_cast<size_t>(layer)]; }
   int64_t blocks() const { return blocks_; }
+  int64_t block_bytes() const { return block_bytes_; }  // of all layers
 
   uint8_t* record(int64_t layer, int64_t block, int64_t head) {
-    return data_ + (layer * blocks_ + block) * layout_.block_bytes + head * layout_.record_bytes;
+    const KvLayout& layout = layouts_[static_cast<size_t>(layer)];
+    return data_ + starts_[static_cast<size_t>(layer)] + block * layout.block_bytes + head * layout.record_bytes;
   }
 
   void copy_block(int64_t source, int64_t target);
 
-  // A block's bytes, layer after layer: layers * block_bytes of them.
+  // A block's bytes, layer after layer: block_bytes() of them.
   void read_block(int64_t block, uint8_t* bytes);
   void write_block(int64_t block, const uint8_t* bytes);
 
  private:
-  KvLayout layout_;
+  std::vector<KvLayout> layouts_;
+  std::vector<int64_t> starts_;  // bytes before each layer
   int64_t blocks_;
+  int64_t block_bytes_ = 0;
   size_t bytes_;
   uint8_t* data_;
 };

@@ -26,6 +26,13 @@ void find_ranks(const Kernels& kernels, const LowRank* low, int64_t row, int64_t
 
 }  // namespace
 
+void clear_beyond(float* values, int64_t stride, int64_t rows, int64_t width) {
+  if (width % kRowPad == 0) return;
+  for (int64_t r = 0; r < rows; ++r) {
+    std::fill(values + r * stride + width, values + r * stride + pad_row(width), 0.0f);
+  }
+}
+
 int64_t result_panels(const Product& product, const Opening* opening) {
   const int64_t panels = product.weights.layout.panels;
   return opening != nullptr && opening->gated ? panels / 2 : panels;
@@ -55,15 +62,11 @@ template class Buffer<int32_t>;
 Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& kernels)
     : w_(std::move(weights)), pool_(pool), kernels_(kernels), max_rows_(max_rows) {
   check_weights();
-  const int64_t heads_per_kv = w_.heads / w_.kv_heads;
   const int threads = pool.threads();
   hidden_pad_ = pad_row(w_.hidden);
-  q_pad_ = pad_row(w_.heads * w_.head_size);
-  qkv_pad_ = pad_row((w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size);
-  inner_pad_ = pad_row(std::max({w_.inner, w_.expert_inner, w_.shared_inner}));
-  tile_rows_ = std::max(kernels.attention_rows, heads_per_kv);
+  size_heads();
 
-  bool experts = false, sparse = false;
+  bool experts = false, sparse = false, beside = false;
   code_stride_ = 64;
   group_stride_ = 1;
   auto measure = [&](Product& product) {
@@ -73,9 +76,6 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
   embed_rotation_ = rotation_of(w_.embed);
-  if (Rotation::fits(w_.head_size)) {
-    head_rotation_ = &rotations_.try_emplace(w_.head_size, w_.head_size).first->second;
-  }
   for (Layer& layer : w_.layers) {
     if (layer.attends) {
       measure(layer.qkv);
@@ -87,10 +87,11 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     }
     if (layer.q_up.present()) measure(layer.q_up);
     if (layer.kv_up.present()) measure(layer.kv_up);
-    if (layer.experts.empty() && layer.feeds) {
+    if (layer.mlp.up.present()) {
       measure(layer.mlp.up);
       measure(layer.mlp.down);
     }
+    beside = beside || layer.beside;
     for (Mlp& expert : layer.experts) {
       experts = true;
       measure(expert.up);
@@ -123,11 +124,11 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   residual_ = Buffer<float>(max_rows * hidden_pad_);
   normed_ = Buffer<float>(max_rows * hidden_pad_);
   joined_ = Buffer<float>(max_rows * hidden_pad_);
-  if (w_.parallel) attention_out_ = Buffer<float>(max_rows * hidden_pad_);
+  if (w_.parallel || beside) attention_out_ = Buffer<float>(max_rows * hidden_pad_);
   qkv_ = Buffer<float>(max_rows * qkv_pad_);
   attended_ = Buffer<float>(max_rows * q_pad_);
   if (w_.latent > 0) {
-    latents_pad_ = pad_row(qkv_outputs());
+    latents_pad_ = pad_row(qkv_outputs(w_.layers.front()));
     expanded_pad_ = pad_row(w_.heads * (w_.head_size - w_.turning + w_.value_size));
     latents_ = Buffer<float>(max_rows * latents_pad_);
     expanded_ = Buffer<float>(max_rows * expanded_pad_);
@@ -144,7 +145,7 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   const int64_t inner_rows = std::max(expert_rows_, max_rows);
   inner_ = Buffer<float>(inner_rows * inner_pad_);
   if (sparse) {
-    raw_pad_ = pad_row(2 * round_up(w_.inner, kPanel));
+    raw_pad_ = pad_row(2 * round_up(inner_pad_, kPanel));
     raw_ = Buffer<float>(max_rows * raw_pad_);
   }
   if (experts) {
@@ -167,17 +168,43 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   if (kernels_.tiled_rows > 0) row_codes_ = Buffer<int8_t>(threads * code_stride_);
   code_scales_ = Buffer<float>(inner_rows * group_stride_);
   code_sums_ = Buffer<int32_t>(inner_rows * group_stride_);
-  half_pad_ = round_up((w_.head_size + 1) / 2, 16);
   cosines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
   sines_ = Buffer<float>(static_cast<int64_t>(w_.ropes.size()) * max_rows * half_pad_);
-  attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(w_.head_size, 16)), 16);
   attention_scratch_ = Buffer<float>(attention_stride_ * threads);
   row_scratch_stride_ =
-      pad_row(std::max({w_.heads * w_.head_size, w_.hidden, w_.recurrent.norm_size,
-                        2 * pad_row(w_.recurrent.state_size), inputs_pad_ + pad_row(w_.streams.input_size)}));
+      pad_row(std::max({q_pad_, w_.hidden, w_.recurrent.norm_size, 2 * pad_row(w_.recurrent.state_size),
+                        inputs_pad_ + pad_row(w_.streams.input_size)}));
   row_scratch_ = Buffer<float>(row_scratch_stride_ * threads);
   product_scratch_ = Buffer<uint8_t>(product_stride_ * threads);
   spread_distances();
+}
+
+int64_t Model::widest(int64_t (*of)(const ModelWeights&, const Layer&)) const {
+  int64_t most = 0;
+  for (const Layer& layer : w_.layers) most = std::max(most, of(w_, layer));
+  return most;
+}
+
+// What layers with different heads and MLPs share has room for the largest.
+void Model::size_heads() {
+  const int64_t gates = w_.attention_gate ? 1 : 0;
+  int64_t qkv = 0;
+  for (Layer& layer : w_.layers) {
+    qkv =
+        std::max(qkv, (w_.heads * (1 + gates) + layer.kv_heads) * layer.head_size + layer.kv_heads * layer.value_size);
+    if (!Rotation::fits(layer.head_size) || !Rotation::fits(layer.value_size)) continue;
+    layer.key_rotation = &rotations_.try_emplace(layer.head_size, layer.head_size).first->second;
+    layer.value_rotation = &rotations_.try_emplace(layer.value_size, layer.value_size).first->second;
+  }
+  qkv_pad_ = pad_row(qkv);
+  const int64_t size = widest([](const ModelWeights&, const Layer& layer) { return layer.head_size; });
+  q_pad_ = pad_row(w_.heads * size);
+  const int64_t inner = widest([](const ModelWeights&, const Layer& layer) { return layer.inner; });
+  inner_pad_ = pad_row(std::max({inner, w_.expert_inner, w_.shared_inner}));
+  tile_rows_ = std::max(kernels_.attention_rows,
+                        widest([](const ModelWeights& w, const Layer& layer) { return w.heads / layer.kv_heads; }));
+  half_pad_ = round_up((size + 1) / 2, 16);
+  attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(size, 16)), 16);
 }
 
 // Sixteen lanes read a head's table at once, so each end is repeated.
@@ -426,17 +453,18 @@ void Model::multiply_tiled(const ProductArgs& args) {
 }
 
 void Model::feed_forward(const StepArgs& args, const Layer& layer, int64_t rows) {
-  const Opening opening = opening_of(w_.inner);
+  const Opening opening = opening_of(layer.inner);
   const LowRank* low = low_rank(args, layer, Site::kUp, rows);
   if (layer.gate_cutoff > kNoCutoff) {
     multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, raw_.data(), raw_pad_, nullptr, nullptr, low);
-    open_sparsely(layer.gate_cutoff, rows);
+    open_sparsely(layer, rows);
   } else {
     multiply(layer.mlp.up, normed_.data(), hidden_pad_, rows, inner_.data(), inner_pad_, &opening, nullptr, low);
   }
   times_.end(Stage::kUp);
   low = low_rank(args, layer, Site::kDown, rows);
-  fit_rows(rows, inner_.data(), inner_pad_, w_.inner, layer.mlp.down, low);
+  clear_beyond(inner_.data(), inner_pad_, rows, layer.inner);
+  fit_rows(rows, inner_.data(), inner_pad_, layer.inner, layer.mlp.down, low);
   multiply(layer.mlp.down, inner_.data(), inner_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
   times_.end(Stage::kDown);
 }
@@ -536,6 +564,7 @@ void Model::step(const StepArgs& args) {
   ready_adapters(args);
   embed_rows(args);
   rotate_tables(args);
+  if (w_.streams.input_size > 0) open_inputs(args);
   if (w_.streams.count > 0) open_streams(args);
   times_.end(Stage::kEmbed);
   for (int64_t r = 0; r < args.rows; ++r) asking_[static_cast<size_t>(r)].source = r;
@@ -547,7 +576,7 @@ void Model::step(const StepArgs& args) {
     if (layer.attends) heads_of_rows(args, layer);
     if (i + 1 == w_.layers.size()) {
       keep_wanted(args);
-      if (w_.streams.count > 0) keep_wanted_streams(args);
+      if (w_.streams.input_size > 0) keep_wanted_streams(args);
       rows = args.wanted_count;
       if (rows == 0) return;
     }
@@ -565,13 +594,16 @@ void Model::step(const StepArgs& args) {
     times_.end(Stage::kJoin);
     if (!layer.feeds) continue;
     const NormWeights& mlp_norm = layer.mlp_norm.present() || !w_.parallel ? layer.mlp_norm : layer.attn_norm;
-    if (layer.experts.empty()) {
+    if (layer.beside) {
+      feed_beside(args, layer, rows);
+    } else if (layer.experts.empty()) {
       prepare(rows, mlp_norm, layer.mlp.up, low_rank(args, layer, Site::kUp, rows));
       times_.end(Stage::kPrepare);
       feed_forward(args, layer, rows);
     } else {
       prepare(rows, mlp_norm, layer.router);
       times_.end(Stage::kPrepare);
+      weigh_experts(layer, rows);
       mix_experts(layer, rows);
     }
     if (w_.parallel) {
@@ -580,7 +612,17 @@ void Model::step(const StepArgs& args) {
       std::swap(joined_, attention_out_);
     }
     join(rows, layer.mlp_out_norm, layer.mlp_residual_norm, w_.mlp_factor);
-    if (w_.streams.count > 0) correct_streams(layer, static_cast<int64_t>(i), rows);
+    if (w_.streams.count > 0) {
+      correct_streams(layer, static_cast<int64_t>(i), rows);
+    } else if (w_.streams.input_size > 0) {
+      add_input(layer, static_cast<int64_t>(i), rows);
+    }
+    if (layer.scale != 1.0f) {
+      pool_.run(rows, 16, [&](int64_t begin, int64_t end, int) {
+        float* x = residual_.data() + begin * hidden_pad_;
+        for (int64_t j = 0; j < (end - begin) * hidden_pad_; ++j) x[j] *= layer.scale;
+      });
+    }
     if (i + 1 < w_.layers.size()) {
       const int64_t part = static_cast<int64_t>(i) + 1;
       if (part <= w_.feature_layers && args.feature_rows != nullptr) add_features(args, part);

@@ -66,7 +66,7 @@ struct Mlp {
 
 inline int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
-// A layer's, in a model with streams.
+// A layer's, in a model with streams or with inputs of each layer's own.
 struct StreamWeights {
   NormWeights router_norm;
   Product router;
@@ -93,10 +93,18 @@ struct Layer {
   Spans spans = Spans::kIgnore;
   bool grows = false;  // queries grow with their position, see ModelWeights::growth
   bool kept = false;   // its outcome is wanted beside the last one's, see StepArgs::kept
+  int64_t kv_heads = 0;
+  int64_t head_size = 0;   // dims of a query and a key
+  int64_t value_size = 0;  // dims of a value
+  int64_t inner = 0;       // of its dense MLP
+  float scale = 1.0f;      // multiplies the residual after it
   NormWeights attn_norm, attn_out_norm, attn_residual_norm;
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
   std::vector<float> sinks;  // [heads], see AttentionArgs, or empty
+  // Of its heads' keys and values, where KV memory keeps them rotated.
+  const Rotation* key_rotation = nullptr;
+  const Rotation* value_rotation = nullptr;
   Product qkv, o;
   NormWeights q_latent_norm, kv_latent_norm;
   Product q_up, kv_up;  // from latents to heads, see ModelWeights::latent
@@ -108,6 +116,10 @@ struct Layer {
   Mlp mlp;
   Product router;
   std::vector<float> router_bias;  // added to the experts' weights when they are chosen, or empty
+  // Experts beside the dense MLP read the residual themselves. Their outputs and the MLP's are normalised, then added.
+  bool beside = false;
+  NormWeights router_norm, experts_norm, experts_out_norm, dense_out_norm;
+  std::vector<float> expert_scales;  // [experts] multiply the weights of those chosen, or empty
   std::vector<Mlp> experts;
   Mlp shared;           // an expert that every row goes to, or none
   Product shared_gate;  // its weight is the sigmoid of this product's one output; none: 1
@@ -122,18 +134,18 @@ struct Rope {
 struct ModelWeights {
   int64_t vocab = 0;
   int64_t hidden = 0;
-  int64_t inner = 0;         // of the dense MLP
+  int64_t inner = 0;         // of the dense MLP, where a layer has no other
   int64_t expert_inner = 0;  // of an expert
   int64_t shared_inner = 0;  // of the expert that every row goes to
   int64_t heads = 0;
-  int64_t kv_heads = 0;
+  int64_t kv_heads = 0;  // and the next two: where a layer has no other
   int64_t head_size = 0;
   // With a latent, qkv computes [queries or their latent][key dims that turn, of all heads][the latent of keys and
   // values], and kv_up of the normed latent gives each head [key dims that do not turn][value].
   int64_t latent = 0;        // 0: none
   int64_t query_latent = 0;  // 0: qkv computes the queries themselves
   int64_t turning = 0;       // leading dims of a head that turn, where there is a latent
-  int64_t value_size = 0;    // dims of a head's value; head_size where there is no latent
+  int64_t value_size = 0;    // dims of a head's value; the head's size where there is no latent
   bool causal = true;
   bool gated = true;
   bool layer_norm = false;
@@ -267,6 +279,7 @@ class Model {
   };
 
   void check_weights() const;
+  void check_heads(const Layer& layer, const std::string& name) const;
   void check_recurrent() const;
   void check_streams() const;
   void check_step(const StepArgs& args) const;
@@ -288,18 +301,21 @@ class Model {
                 int64_t out_stride, const Opening* opening = nullptr, float* peaks = nullptr,
                 const LowRank* low = nullptr);
   void multiply_tiled(const ProductArgs& args);
-  int64_t qkv_outputs(const Layer& layer) const { return layer.shares ? w_.heads * w_.head_size : qkv_outputs(); }
-  int64_t qkv_outputs() const {
-    if (w_.latent == 0) return (w_.heads * (w_.attention_gate ? 2 : 1) + 2 * w_.kv_heads) * w_.head_size;
-    return (w_.query_latent > 0 ? w_.query_latent : w_.heads * w_.head_size) + w_.turning + w_.latent;
+  int64_t qkv_outputs(const Layer& layer) const {
+    const int64_t queries = w_.heads * layer.head_size;
+    if (layer.shares) return queries;
+    if (w_.latent == 0) return queries * (w_.attention_gate ? 2 : 1) + 2 * layer.kv_heads * layer.head_size;
+    return (w_.query_latent > 0 ? w_.query_latent : queries) + w_.turning + w_.latent;
   }
+  int64_t widest(int64_t (*of)(const ModelWeights&, const Layer&)) const;
+  void size_heads();
   void expand_latents(const Layer& layer, int64_t rows);
   void choose_near_best(const float* scores, int64_t count, int64_t row);
   void keep_best_groups(float* rank, int64_t count);
   void heads_of_rows(const StepArgs& args, const Layer& layer);
   void split_heads(const StepArgs& args, const Layer& layer, int64_t index);
   void attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows);
-  void gate_attention(int64_t rows);
+  void gate_attention(const Layer& layer, int64_t rows);
   void recur(const StepArgs& args, const Layer& layer);
   void measure_steps(const Layer& layer, int64_t rows);
   void unit_keys(int64_t rows);
@@ -311,18 +327,23 @@ class Model {
   void multiply_normed(int64_t rows, const Product& product, float* out, int64_t out_stride,
                        const Opening* opening = nullptr);
   void multiply_narrowly(int64_t rows, const Product& product, const Opening* opening);
+  void open_inputs(const StepArgs& args);
   void open_streams(const StepArgs& args);
   void route_streams(const StreamWeights& weights, int64_t rows);
   void predict_streams(const Layer& layer, int64_t rows);
   void add_normed(int64_t rows, const NormWeights& norm, float* out);
   void add_past(int64_t rows);
   void correct_streams(const Layer& layer, int64_t index, int64_t rows);
+  void raise_input(const Layer& layer, int64_t index, int64_t rows);
+  void add_input(const Layer& layer, int64_t index, int64_t rows);
   void keep_wanted_streams(const StepArgs& args);
   void close_streams(int64_t rows);
-  void open_sparsely(float deviations, int64_t rows);
+  void open_sparsely(const Layer& layer, int64_t rows);
   void feed_forward(const StepArgs& args, const Layer& layer, int64_t rows);
   void weigh_experts(const Layer& layer, int64_t rows);
   void mix_experts(const Layer& layer, int64_t rows);
+  void feed_beside(const StepArgs& args, const Layer& layer, int64_t rows);
+  void norm_joined(int64_t rows, const NormWeights& norm);
   void sigmoid(float* values, int64_t count) const;
   void add_shared(const Layer& layer, int64_t rows);
   void join(int64_t rows, const NormWeights& out_norm, const NormWeights& residual_norm, float factor);
@@ -340,7 +361,6 @@ class Model {
   ModelWeights w_;
   std::map<int64_t, Rotation> rotations_;  // by width
   const Rotation* embed_rotation_ = nullptr;
-  const Rotation* head_rotation_ = nullptr;  // of a head's queries, keys and values, where KV memory keeps them rotated
   StageTimes times_;
   Pool& pool_;
   const Kernels& kernels_;
@@ -380,6 +400,8 @@ class Model {
   int64_t attention_stride_ = 0, row_scratch_stride_ = 0, product_stride_ = 0;
 };
 
+// Zeroes what rows of a buffer that layers share may hold beyond `width`, up to what products may read.
+void clear_beyond(float* values, int64_t stride, int64_t rows, int64_t width);
 // Panels of what a product stores: gates and the values that they open become one.
 int64_t result_panels(const Product& product, const Opening* opening);
 // Panels of one hand-out, where `all` are handed out for products of `panels` each: enough hand-outs for an even end,

@@ -1,5 +1,6 @@
 // What a model and a step must be before anything is computed: sizes, shapes and places. Owns the refusals of Model;
 // what is checked here is trusted everywhere else in the core.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -27,7 +28,6 @@ void Model::check_weights() const {
   if (w_.expert_inner < 0 || w_.expert_inner > kMaxInputs) {
     refuse("expert_inner out of range: " + std::to_string(w_.expert_inner));
   }
-  if (w_.heads % w_.kv_heads != 0) refuse("heads must be a multiple of kv_heads");
   if (w_.latent < 0 || w_.latent > kMaxInputs || w_.query_latent < 0 || w_.query_latent > kMaxInputs ||
       w_.turning < 0 || w_.turning > w_.head_size || w_.value_size < 1 || w_.value_size > w_.head_size) {
     refuse("the sizes of latents are out of range");
@@ -43,7 +43,6 @@ void Model::check_weights() const {
     refuse("the groups of experts are out of range");
   }
   if (w_.activation == Activation::kClampedSilu && !w_.gated) refuse("the activation clamped_silu needs gates");
-  if (w_.heads * w_.head_size > kMaxInputs) refuse("heads * head_size is too large");
   auto shaped = [](const Product& product, int64_t outputs, int64_t inputs, const std::string& name) {
     const Layout& layout = product.weights.layout;
     if (!product.present()) refuse(name + " is missing");
@@ -68,13 +67,14 @@ void Model::check_weights() const {
   if (!w_.distances.empty() && static_cast<int64_t>(w_.distances.size()) != w_.heads * (2 * w_.reach + 1)) {
     refuse("distances has the wrong size");
   }
+  const int64_t largest = widest([](const ModelWeights&, const Layer& layer) { return layer.head_size; });
   for (const Rope& rope : w_.ropes) {
     for (int axis : rope.axes) {
       if (axis < 0 || axis > 2) refuse("an axis of a rope must be 0, 1 or 2");
     }
     for (const std::vector<float>& table : rope.inv_freq) {
       if (!rope.axes.empty() && rope.axes.size() != table.size()) refuse("a rope has too few or too many axes");
-      if (2 * static_cast<int64_t>(table.size()) > w_.head_size) refuse("a rope table is longer than half a head");
+      if (2 * static_cast<int64_t>(table.size()) > largest) refuse("a rope table is longer than half a head");
     }
   }
   check_recurrent();
@@ -85,9 +85,10 @@ void Model::check_weights() const {
     if (layer.rope < -1 || layer.rope >= static_cast<int>(w_.ropes.size()))
       refuse(name + " names a rope that is not there");
     if (layer.window < 0 || layer.chunk < 0) refuse(name + " has a negative window");
+    check_heads(layer, name);
     if (layer.attends) {
       shaped(layer.qkv, qkv_outputs(layer), w_.hidden, name + ".attn.qkv");
-      shaped(layer.o, w_.hidden, w_.heads * w_.value_size, name + ".attn.o");
+      shaped(layer.o, w_.hidden, w_.heads * layer.value_size, name + ".attn.o");
     }
     if (w_.latent > 0) {
       shaped(layer.kv_up, w_.heads * (w_.head_size - w_.turning + w_.value_size), w_.latent, name + ".attn.kv_up");
@@ -115,9 +116,11 @@ void Model::check_weights() const {
       refuse(name + " cannot be kept or add features");
     }
     if (!layer.feeds) continue;
-    if (layer.experts.empty()) {
-      mlp_shaped(layer.mlp, w_.inner, name + ".mlp");
-      continue;
+    if (layer.experts.empty() || layer.beside) mlp_shaped(layer.mlp, layer.inner, name + ".mlp");
+    if (layer.experts.empty()) continue;
+    if (layer.beside && (w_.parallel || !layer.router_norm.present() || !layer.experts_norm.present() ||
+                         !layer.experts_out_norm.present() || !layer.dense_out_norm.present())) {
+      refuse(name + " lacks a norm of its experts or of the MLP beside them");
     }
     const int64_t count = static_cast<int64_t>(layer.experts.size());
     if (w_.top_k < 1 || w_.top_k > count) refuse(name + " chooses more experts than it has");
@@ -129,14 +132,44 @@ void Model::check_weights() const {
     if (!layer.router_bias.empty() && static_cast<int64_t>(layer.router_bias.size()) != count) {
       refuse(name + ".mlp.router_bias has the wrong size");
     }
+    if (!layer.expert_scales.empty() && static_cast<int64_t>(layer.expert_scales.size()) != count) {
+      refuse(name + ".mlp.expert_scales has the wrong size");
+    }
     if (layer.shared.up.present()) mlp_shaped(layer.shared, w_.shared_inner, name + ".mlp.shared");
     if (layer.shared_gate.present()) shaped(layer.shared_gate, 1, w_.hidden, name + ".mlp.shared_gate");
   }
 }
 
+void Model::check_heads(const Layer& layer, const std::string& name) const {
+  auto within = [&](const char* what, int64_t value, int64_t most) {
+    if (value < 1 || value > most)
+      refuse(std::string(what) + " of " + name + " out of range: " + std::to_string(value));
+  };
+  within("kv_heads", layer.kv_heads, 4096);
+  within("head_size", layer.head_size, 1024);
+  within("value_size", layer.value_size, 1024);
+  if (layer.inner < 0 || layer.inner > kMaxInputs) refuse("inner of " + name + " out of range");
+  if (w_.heads % layer.kv_heads != 0) refuse("heads must be a multiple of the kv_heads of " + name);
+  if (w_.heads * std::max(layer.head_size, layer.value_size) > kMaxInputs)
+    refuse("the heads of " + name + " are too large");
+  const Layer& first = w_.layers.front();
+  const bool alike = layer.kv_heads == first.kv_heads && layer.head_size == first.head_size;
+  // An encoder's layers take turns with the memory of one, and latents have one size.
+  if (!alike && (!w_.causal || w_.latent > 0)) refuse(name + " has other heads than the first layer");
+  if (w_.latent == 0 && layer.value_size != layer.head_size) refuse(name + " has values of another size than keys");
+  if (layer.rope < 0) return;
+  for (const std::vector<float>& table : w_.ropes[static_cast<size_t>(layer.rope)].inv_freq) {
+    if (2 * static_cast<int64_t>(table.size()) > layer.head_size) refuse("a rope table is longer than half a head");
+  }
+}
+
 void Model::check_step(const StepArgs& args) const {
-  const KvLayout& kv = args.kv->layout();
-  if (kv.layers != kv_layers() || kv.heads != w_.kv_heads || kv.head_size != w_.head_size) {
+  auto misfits = [&](const Layer& layer) {
+    if (!layer.attends) return false;
+    const KvLayout& kv = args.kv->layout(layer.kv);
+    return kv.heads != layer.kv_heads || kv.head_size != layer.head_size || kv.value_size != layer.value_size;
+  };
+  if (args.kv->layers() != kv_layers() || std::any_of(w_.layers.begin(), w_.layers.end(), misfits)) {
     refuse("the KV memory belongs to a model of another shape");
   }
   if (args.rows < 1 || args.rows > max_rows_) {

@@ -267,9 +267,9 @@ void Model::recurrent_output(const StepArgs& args, const Layer& layer, int64_t r
 }
 
 // The outputs of the attention are opened by the gates that lie after queries, keys and values.
-void Model::gate_attention(int64_t rows) {
-  const int64_t width = w_.heads * w_.head_size;
-  const int64_t gates = width + 2 * w_.kv_heads * w_.head_size;
+void Model::gate_attention(const Layer& layer, int64_t rows) {
+  const int64_t width = w_.heads * layer.head_size;
+  const int64_t gates = width + 2 * layer.kv_heads * layer.head_size;
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t source = asking_[static_cast<size_t>(r)].source;

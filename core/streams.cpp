@@ -1,6 +1,7 @@
 // Several residual streams for each token, as Gemma 3n has them. A layer computes from a prediction of the first
 // stream, and all of them are corrected by what came out; beside that, each layer has a narrow path past its attention
-// and an input of its own from the token. Owns the order of these operations; attention and MLP are those of any model.
+// and an input of its own from the token. Gemma 4 has these inputs alone, with one residual. Owns the order of these
+// operations; attention and MLP are those of any model.
 #include "streams.h"
 
 #include <algorithm>
@@ -31,13 +32,14 @@ float matching_factor(const float* first, const float* values, int64_t count) {
 
 void Model::size_streams() {
   const StreamShape& shape = w_.streams;
-  if (shape.count == 0) return;
+  if (shape.input_size == 0) return;
   inputs_pad_ = pad_row(shape.input_size * static_cast<int64_t>(w_.layers.size()));
   narrow_pad_ = pad_row(std::max({shape.rank, shape.input_size, shape.count}));
-  streams_ = Buffer<float>(shape.count * max_rows_ * hidden_pad_);
   layer_inputs_ = Buffer<float>(max_rows_ * inputs_pad_);
-  past_ = Buffer<float>(max_rows_ * hidden_pad_);
   narrow_ = Buffer<float>(max_rows_ * narrow_pad_);
+  if (shape.count == 0) return;
+  streams_ = Buffer<float>(shape.count * max_rows_ * hidden_pad_);
+  past_ = Buffer<float>(max_rows_ * hidden_pad_);
 }
 
 // normed_ of all rows -> out, where a product may change the rows that it reads.
@@ -56,8 +58,8 @@ void Model::multiply_narrowly(int64_t rows, const Product& product, const Openin
   }
 }
 
-// Every layer's inputs of a row: from its token, and from its embedding. Then the streams beside the first.
-void Model::open_streams(const StepArgs& args) {
+// Every layer's inputs of a row: from its token, and from its embedding.
+void Model::open_inputs(const StepArgs& args) {
   const StreamShape& shape = w_.streams;
   const int64_t layers = static_cast<int64_t>(w_.layers.size());
   const int64_t size = shape.input_size;
@@ -82,9 +84,12 @@ void Model::open_streams(const StepArgs& args) {
       }
     }
   });
+}
+
+void Model::open_streams(const StepArgs& args) {
   const size_t bytes = static_cast<size_t>(args.rows * hidden_pad_) * sizeof(float);
   std::memcpy(stream(0), residual_.data(), bytes);
-  for (int64_t s = 1; s < shape.count; ++s) {
+  for (int64_t s = 1; s < w_.streams.count; ++s) {
     prepare(args.rows, kNoNorm, w_.stream_in[static_cast<size_t>(s - 1)]);
     multiply(w_.stream_in[static_cast<size_t>(s - 1)], normed_.data(), hidden_pad_, args.rows, stream(s), hidden_pad_);
     pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int) {
@@ -172,7 +177,6 @@ void Model::add_past(int64_t rows) {
 // All streams, by what the layer made of the first; then those beside it get the layer's own input of the token.
 void Model::correct_streams(const Layer& layer, int64_t index, int64_t rows) {
   const int64_t count = w_.streams.count;
-  const int64_t size = w_.streams.input_size;
   const StreamWeights& weights = layer.streams;
   route_streams(weights, rows);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
@@ -194,14 +198,7 @@ void Model::correct_streams(const Layer& layer, int64_t index, int64_t rows) {
       }
     }
   });
-  const Opening opening{w_.activation, false, size};
-  multiply_narrowly(rows, weights.input_gate, &opening);
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* input = layer_inputs_.data() + r * inputs_pad_ + index * size;
-    for (int64_t d = 0; d < size; ++d) narrow_.data()[r * narrow_pad_ + d] *= input[d];
-  }
-  fit_rows(rows, narrow_.data(), narrow_pad_, size, weights.input_out);
-  multiply(weights.input_out, narrow_.data(), narrow_pad_, rows, joined_.data(), hidden_pad_);
+  raise_input(layer, index, rows);
   pool_.run(rows, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       float* row = joined_.data() + r * hidden_pad_;
@@ -213,7 +210,28 @@ void Model::correct_streams(const Layer& layer, int64_t index, int64_t rows) {
   });
 }
 
-// The rows that go on move to the front of all that belongs to streams.
+// joined_ <- the layer's own input of each token, opened by what is in normed_.
+void Model::raise_input(const Layer& layer, int64_t index, int64_t rows) {
+  const int64_t size = w_.streams.input_size;
+  const StreamWeights& weights = layer.streams;
+  const Opening opening{w_.activation, false, size};
+  multiply_narrowly(rows, weights.input_gate, &opening);
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* input = layer_inputs_.data() + r * inputs_pad_ + index * size;
+    for (int64_t d = 0; d < size; ++d) narrow_.data()[r * narrow_pad_ + d] *= input[d];
+  }
+  fit_rows(rows, narrow_.data(), narrow_pad_, size, weights.input_out);
+  multiply(weights.input_out, narrow_.data(), narrow_pad_, rows, joined_.data(), hidden_pad_);
+}
+
+// The only residual gets the layer's own input of the token.
+void Model::add_input(const Layer& layer, int64_t index, int64_t rows) {
+  prepare(rows, kNoNorm, Product{});
+  raise_input(layer, index, rows);
+  add_normed(rows, layer.streams.input_norm, residual_.data());
+}
+
+// The rows that go on move to the front of all that belongs to streams and to the layers' inputs.
 void Model::keep_wanted_streams(const StepArgs& args) {
   for (int64_t i = 0; i < args.wanted_count; ++i) {
     const int64_t from = args.wanted[i];
@@ -223,7 +241,7 @@ void Model::keep_wanted_streams(const StepArgs& args) {
     };
     for (int64_t s = 0; s < w_.streams.count; ++s) move(stream(s), hidden_pad_);
     move(layer_inputs_.data(), inputs_pad_);
-    move(past_.data(), hidden_pad_);
+    if (w_.streams.count > 0) move(past_.data(), hidden_pad_);
   }
 }
 
@@ -252,19 +270,20 @@ void Model::close_streams(int64_t rows) {
 
 // Opens raw_, panels of gates and of values by turns, into inner_: gates count by how far they are above the row's
 // cutoff, so that most values are zero.
-void Model::open_sparsely(float deviations, int64_t rows) {
+void Model::open_sparsely(const Layer& layer, int64_t rows) {
+  const int64_t inner = layer.inner;
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t r = begin; r < end; ++r) {
       const float* raw = raw_.data() + r * raw_pad_;
       float* out = inner_.data() + r * inner_pad_;
       auto gate = [&](int64_t i) { return raw[i / kPanel * 2 * kPanel + i % kPanel]; };
       double sum = 0.0, squares = 0.0;
-      for (int64_t i = 0; i < w_.inner; ++i) sum += gate(i);
-      const double mean = sum / static_cast<double>(w_.inner);
-      for (int64_t i = 0; i < w_.inner; ++i) squares += (gate(i) - mean) * (gate(i) - mean);
-      const double spread = std::sqrt(squares / static_cast<double>(w_.inner));
-      const float cutoff = static_cast<float>(mean + spread * deviations);
-      for (int64_t i = 0; i < w_.inner; ++i) {
+      for (int64_t i = 0; i < inner; ++i) sum += gate(i);
+      const double mean = sum / static_cast<double>(inner);
+      for (int64_t i = 0; i < inner; ++i) squares += (gate(i) - mean) * (gate(i) - mean);
+      const double spread = std::sqrt(squares / static_cast<double>(inner));
+      const float cutoff = static_cast<float>(mean + spread * layer.gate_cutoff);
+      for (int64_t i = 0; i < inner; ++i) {
         const double x = gate(i) - cutoff;
         out[i] = 0.0f;
         if (x <= 0.0) continue;
@@ -282,9 +301,10 @@ void Model::check_streams() const {
   for (const Layer& layer : w_.layers) sparse = sparse || layer.gate_cutoff > kNoCutoff;
   if (sparse && (!w_.gated || w_.activation != Activation::kGeluTanh))
     refuse("sparse gates need the activation gelu_tanh");
-  if (shape.count == 0) return;
-  if (shape.count < 2 || shape.count > kMostStreams || shape.rank < 1 || shape.rank > kMaxInputs ||
-      shape.input_size < 1 || shape.input_size * static_cast<int64_t>(w_.layers.size()) > kMaxInputs) {
+  if (shape.count == 0 && shape.input_size == 0) return;
+  if (shape.count == 1 || shape.count > kMostStreams || (shape.count > 0 && shape.rank < 1) ||
+      shape.rank > kMaxInputs || shape.input_size < 1 ||
+      shape.input_size * static_cast<int64_t>(w_.layers.size()) > kMaxInputs) {
     refuse("the sizes of streams are out of range");
   }
   auto shaped = [&](const Product& product, int64_t outputs, int64_t inputs) {
@@ -296,7 +316,8 @@ void Model::check_streams() const {
   const int64_t all_inputs = shape.input_size * static_cast<int64_t>(w_.layers.size());
   shaped(w_.inputs_in, all_inputs, w_.hidden);
   if (w_.inputs_embed.layout.inputs != all_inputs || !w_.inputs_norm.present()) refuse("the layers' inputs do not fit");
-  if (static_cast<int64_t>(w_.stream_in.size()) != shape.count - 1 || w_.stream_out.size() != w_.stream_in.size()) {
+  if (static_cast<int64_t>(w_.stream_in.size()) != std::max<int64_t>(shape.count - 1, 0) ||
+      w_.stream_out.size() != w_.stream_in.size()) {
     refuse("streams lack a product");
   }
   for (const Product& product : w_.stream_in) shaped(product, w_.hidden, w_.hidden);
@@ -304,15 +325,18 @@ void Model::check_streams() const {
   const size_t count = static_cast<size_t>(shape.count);
   for (const Layer& layer : w_.layers) {
     const StreamWeights& weights = layer.streams;
-    if (!layer.attends || !layer.feeds || layer.recurs || !layer.experts.empty() || w_.parallel) {
+    shaped(weights.input_gate, shape.input_size, w_.hidden);
+    shaped(weights.input_out, w_.hidden, shape.input_size);
+    if (!weights.input_norm.present()) refuse("a layer lacks the norm of its own input");
+    if (!layer.feeds || w_.parallel) refuse("layers with inputs of their own have an MLP after their attention");
+    if (shape.count == 0) continue;
+    if (!layer.attends || layer.recurs || !layer.experts.empty()) {
       refuse("layers of streams have attention, then an MLP");
     }
     shaped(weights.router, shape.count, w_.hidden);
     shaped(weights.past_in, shape.rank, w_.hidden);
     shaped(weights.past_out, w_.hidden, shape.rank);
-    shaped(weights.input_gate, shape.input_size, w_.hidden);
-    shaped(weights.input_out, w_.hidden, shape.input_size);
-    if (!weights.router_norm.present() || !weights.past_norm.present() || !weights.input_norm.present() ||
+    if (!weights.router_norm.present() || !weights.past_norm.present() ||
         weights.predict.size() != count * count * count || weights.correct.size() != count * count ||
         (!weights.out_scale.empty() && static_cast<int64_t>(weights.out_scale.size()) != w_.hidden)) {
       refuse("a layer lacks weights of its streams");

@@ -1,6 +1,6 @@
 """The CPU compute core (C++, `core/`): arrays in, arrays out; knows nothing of files or requests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -99,13 +99,14 @@ def multiply(
 class Kv:
     """KV memory of one model: blocks of 16 tokens, zeroed, in every layer."""
 
-    def __init__(self, layers: int, kv_heads: int, head_size: int, blocks: int, type: KvType) -> None: ...
+    # `shapes`: of each layer its KV heads, the dims of a key and those of a value.
+    def __init__(self, shapes: Sequence[tuple[int, int, int]], blocks: int, type: KvType) -> None: ...
     @property
     def blocks(self) -> int: ...
     @property
     def bytes_per_block(self) -> int: ...
     @staticmethod
-    def block_bytes(layers: int, kv_heads: int, head_size: int, type: KvType) -> int: ...
+    def block_bytes(shapes: Sequence[tuple[int, int, int]], type: KvType) -> int: ...
     def copy_block(self, source: int, target: int) -> None: ...
     def read_block(self, block: int, out: NDArray[np.uint8]) -> None:
         """Its bytes in all layers, `bytes_per_block` of them. Not while a step runs."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.models.distance_buckets import spread_buckets
-from headrace.models.spec import ModelSpec, RopeSpec
+from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Doubles = NDArray[np.float64]
 Tensors = Mapping[str, NDArray[np.float32]]
@@ -163,10 +163,11 @@ def forward(
             opened = activation(spec.activation, product(f"{name}.up", x))
         return product(f"{name}.down", opened)
 
-    def mixture(name: str, x: Doubles) -> Doubles:
+    def mixture(name: str, x: Doubles, routed: Doubles | None = None) -> Doubles:
+        """`routed`: what the router reads, x itself by default."""
         experts = spec.experts
         assert experts is not None
-        scores = x @ weight(f"{name}.router").T
+        scores = (x if routed is None else routed) @ weight(f"{name}.router").T
         if experts.bias:
             scores = scores + weight(f"{name}.router.bias")
         chances = sigmoid(scores) if experts.scoring == "sigmoid" else softmax(scores)
@@ -186,6 +187,8 @@ def forward(
                 chance = np.zeros_like(chance)
                 chance[best] = weights
             share = experts.scale * chance[best] / (chance[best].sum() if experts.normalise else 1.0)
+            if experts.beside:
+                share = share * weight(f"{name}.expert_scales")[best]
             for expert, part in zip(best, share, strict=True):
                 read, counted = (part, 1.0) if experts.scales_inputs else (1.0, part)
                 one = mlp(f"{name}.experts.{expert}", x[row : row + 1] * read, experts.intermediate_size)
@@ -194,6 +197,21 @@ def forward(
             part = sigmoid(x @ weight(f"{name}.shared_gate").T) if experts.shared_gate else np.float64(1)
             y = y + part * mlp(f"{name}.shared", x, experts.shared_size)
         return y
+
+    def both(name: str, x: Doubles, h: Doubles, layer: LayerSpec) -> Doubles:
+        """What an MLP and the experts beside it add: the MLP reads h, and the experts read x through their own norm."""
+        routed = rms(x, spec.norm_eps) * weight(f"{name}.router_norm") / math.sqrt(spec.hidden_size)
+        dense = norm(f"{name}.dense_out_norm", mlp(name, h, spec.inner_size(layer)))
+        return dense + norm(f"{name}.experts_out_norm", mixture(name, norm(f"{name}.experts_norm", x), routed))
+
+    def layer_inputs(x: Doubles) -> Doubles:
+        """[tokens, layers, size]."""
+        inputs = spec.layer_inputs
+        assert inputs is not None
+        own = weight("inputs.embed")[[token if token < inputs.vocab else 0 for token in tokens]]
+        made = product("inputs.in", x).reshape(len(x), -1, inputs.size) / math.sqrt(spec.hidden_size)
+        made = rms(made, spec.norm_eps) * weight("inputs.norm")
+        return (made + own.reshape(made.shape) * math.sqrt(inputs.size)) / math.sqrt(2)
 
     def around(
         name: str, x: Doubles, sublayer: Callable[[Doubles], Doubles], read: Doubles | None = None, pre: str = ""
@@ -207,6 +225,8 @@ def forward(
 
     def attention(name: str, index: int, h: Doubles) -> Doubles:
         count = len(h)
+        layer = spec.layers[index]
+        kv_heads, size, value_size = spec.kv_shape(layer)
         if (latent := spec.latent) is not None:
             first = latent.query_rank or spec.q_size
             q, turning, narrow = np.split(product(f"{name}.qkv", h), [first, first + latent.turning], axis=1)
@@ -215,12 +235,12 @@ def forward(
             both = product(f"{name}.kv_up", rms(narrow, 1e-6) * weight(f"{name}.kv_latent_norm"))
             still, v = np.split(both.reshape(count, spec.heads, -1), [spec.head_size - latent.turning], axis=2)
             k = np.concatenate([np.repeat(turning[:, None], spec.heads, axis=1), still], axis=2)
-            v = np.pad(v, ((0, 0), (0, 0), (0, spec.head_size - latent.value_size)))
         else:
-            q, k, v = np.split(product(f"{name}.qkv", h), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+            ends = [spec.heads * size, (spec.heads + kv_heads) * size]
+            q, k, v = np.split(product(f"{name}.qkv", h), ends, axis=1)
         if spec.qk_norm == "full":
             q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
-        q, k, v = (x.reshape(count, -1, spec.head_size) for x in (q, k, v))
+        q, k, v = (x.reshape(count, -1, wide) for x, wide in ((q, size), (k, size), (v, value_size)))
         if spec.qk_norm == "head":
             q, k = rms(q, spec.norm_eps) * weight(f"{name}.q_norm"), rms(k, spec.norm_eps) * weight(f"{name}.k_norm")
         if spec.qk_norm == "each_head":
@@ -228,7 +248,6 @@ def forward(
                 rms(x - x.mean(axis=-1, keepdims=True), spec.norm_eps) * weight(f"{name}.{kind}").reshape(x.shape[1:])
                 for x, kind in ((q, "q_norm"), (k, "k_norm"))
             )
-        layer = spec.layers[index]
         if spec.qk_norm == "unit" and layer.qk_norm:
             q, k = rms(q, spec.norm_eps), rms(k, spec.norm_eps)
         if layer.grows:
@@ -236,12 +255,13 @@ def forward(
             q = q * (1 + spec.query_growth * np.log1p(steps))[:, None, None]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
-        turn = rotation(spec.head_size) if stored in (int8_kv, int4_kv) else np.eye(spec.head_size)
-        q, k, v = (x @ turn for x in (q, k, v))
+        turns = stored in (int8_kv, int4_kv) and not size % 16 and not value_size % 16
+        turn, turn_values = (rotation(wide) if turns else np.eye(wide) for wide in (size, value_size))
+        q, k, v = q @ turn, k @ turn, v @ turn_values
         # What a token's codes are multiplied by, where it has codes.
         v_scale = f16_scale(v, LARGEST_CODE[stored])[..., 0] if stored in LARGEST_CODE else np.ones(v.shape[:2])
         k, v = stored(k), stored(v)
-        repeat = spec.heads // spec.kv_heads
+        repeat = spec.heads // kv_heads
         k, v, v_scale = (np.repeat(x, repeat, axis=1) for x in (k, v, v_scale))
         unit = 1 / math.log(2) if twos else 1.0
         q = q * spec.attention_scale * unit
@@ -267,7 +287,7 @@ def forward(
             v_scale = np.concatenate([np.ones_like(v_scale[:1]), v_scale])
             v = np.concatenate([np.zeros_like(v[:1]), v])
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
-        attended = (np.einsum("hij,jhd->ihd", weights, v) @ turn)[..., : spec.value_size]
+        attended = np.einsum("hij,jhd->ihd", weights, v) @ turn_values
         return product(f"{name}.o", attended.reshape(count, -1))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale
@@ -277,15 +297,24 @@ def forward(
         x = x + weight("positions")[: len(tokens)]
     if spec.embedding_norm:
         x = norm("embed_norm", x)
+    inputs = layer_inputs(x) if spec.layer_inputs is not None else None
     for index, layer in enumerate(spec.layers):
         attn, feed = f"layers.{index}.attn", f"layers.{index}.mlp"
         before = x if spec.parallel else None
         pre = attn if spec.shared_norm else ""
         x = around(attn, x, lambda h, attn=attn, index=index: attention(attn, index, h))
-        if layer.experts:
+        if layer.experts and spec.experts is not None and spec.experts.beside:
+            x = around(feed, x, lambda h, feed=feed, x=x, layer=layer: both(feed, x, h, layer))
+        elif layer.experts:
             x = around(feed, x, lambda h, feed=feed: mixture(feed, h), before, pre)
         else:
-            x = around(feed, x, lambda h, feed=feed: mlp(feed, h, spec.intermediate_size), before, pre)
+            x = around(feed, x, lambda h, feed=feed, layer=layer: mlp(feed, h, spec.inner_size(layer)), before, pre)
+        if inputs is not None:
+            own = f"layers.{index}.inputs"
+            opened = activation(spec.activation, product(f"{own}.in", x)) * inputs[:, index]
+            x = x + norm(f"{own}.norm", product(f"{own}.out", opened))
+        if spec.layer_scale:
+            x = x * weight(f"layers.{index}.scale")
     if spec.final_norm:
         x = norm("norm", x)
     if hidden:

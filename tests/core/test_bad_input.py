@@ -308,24 +308,32 @@ def test_wrong_packed_data_is_refused() -> None:
 
 
 def test_wrong_kv_memory_is_refused() -> None:
-    for sizes in (
-        (0, 1, 8, 1),
-        (1, 0, 8, 1),
-        (1, 1, 0, 1),
-        (1, 1, 8, 0),
-        (1, 1, 8, -1),
-        (1, 1, 1025, 1),
-        (5000, 1, 8, 1),
+    good = (1, 8, 8)
+    for shapes, blocks in (
+        ([], 1),
+        ([(0, 8, 8)], 1),
+        ([(1, 0, 8)], 1),
+        ([(1, 8, 0)], 1),
+        ([(1, 8, -1)], 1),
+        ([good], 0),
+        ([good], -1),
+        ([good, (1, 1025, 8)], 1),
+        ([good, (1, 8, 1025)], 1),
+        ([good, (5000, 8, 8)], 1),
+        ([good] * 5000, 1),
     ):
         with pytest.raises(ValueError, match="KV"):
-            _core.Kv(*sizes, "f32")
+            _core.Kv(shapes, blocks, "f32")
     with pytest.raises(ValueError, match="out of range"):
-        _core.Kv(80, 8, 128, 2**50, "f32")
+        _core.Kv([(8, 128, 128)] * 80, 2**50, "f32")
+    for shapes in ([(1, 8)], [(1, 8, 2**70)], [(1, 8, 8.5)], [None], 3, None):
+        with pytest.raises(TypeError):
+            _core.Kv(shapes, 1, "f32")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unknown KV type"):
-        _core.Kv(1, 1, 8, 1, "f16")  # pyright: ignore[reportArgumentType]
+        _core.Kv([good], 1, "f16")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unknown KV type"):
-        _core.Kv.block_bytes(1, 1, 8, "")  # pyright: ignore[reportArgumentType]
-    kv = _core.Kv(2, 3, 20, 4, "int8")
+        _core.Kv.block_bytes([good], "")  # pyright: ignore[reportArgumentType]
+    kv = _core.Kv([(3, 20, 20)] * 2, 4, "int8")
     for source, target in ((0, 4), (4, 0), (-1, 0), (0, -1), (2**40, 0)):
         with pytest.raises(ValueError, match="no such block"):
             kv.copy_block(source, target)
@@ -334,11 +342,17 @@ def test_wrong_kv_memory_is_refused() -> None:
 
 
 def test_kv_memory_is_as_large_as_its_layout_says() -> None:
-    assert _core.Kv.block_bytes(3, 2, 20, "f32") == 3 * 2 * 16 * 2 * 32 * 4
-    assert _core.Kv.block_bytes(3, 2, 20, "bf16") == 3 * 2 * 16 * 2 * 32 * 2
-    assert _core.Kv.block_bytes(3, 2, 20, "int8") == 3 * 2 * (16 * 2 * 32 + 16 * 2 * 2)
-    for head_size in (64, 128):  # what int8 is for
-        assert _core.Kv.block_bytes(1, 1, head_size, "bf16") >= 1.9 * _core.Kv.block_bytes(1, 1, head_size, "int8")
-    kv = _core.Kv(3, 2, 20, 5, "int8")
+    shapes = [(2, 20, 20)] * 3
+    assert _core.Kv.block_bytes(shapes, "f32") == 3 * 2 * 16 * 2 * 32 * 4
+    assert _core.Kv.block_bytes(shapes, "bf16") == 3 * 2 * 16 * 2 * 32 * 2
+    assert _core.Kv.block_bytes(shapes, "int8") == 3 * 2 * (16 * 2 * 32 + 16 * 2 * 2)
+    for size in (64, 128):  # what int8 is for
+        one = [(1, size, size)]
+        assert _core.Kv.block_bytes(one, "bf16") >= 1.9 * _core.Kv.block_bytes(one, "int8")
+    mixed = [(2, 20, 20), (1, 40, 16), (3, 16, 40)]
+    assert _core.Kv.block_bytes(mixed, "f32") == 16 * 4 * (2 * (32 + 32) + (48 + 16) + 3 * (16 + 48))
+    for type in ("bf16", "int8", "fp8", "int4"):
+        assert _core.Kv.block_bytes(mixed, type) == sum(_core.Kv.block_bytes([shape], type) for shape in mixed)
+    kv = _core.Kv(mixed, 5, "int8")
     assert kv.blocks == 5
-    assert kv.bytes_per_block == _core.Kv.block_bytes(3, 2, 20, "int8")
+    assert kv.bytes_per_block == _core.Kv.block_bytes(mixed, "int8")

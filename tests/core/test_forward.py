@@ -63,7 +63,7 @@ def test_layers_of_an_encoder_take_turns_with_the_memory_of_one(name: str) -> No
     model = tiny.spec
     assert len(model.layers) > 1
     assert tiny.model.kv_layers == model.kv_layers == 1
-    assert tiny.kv.bytes_per_block == _core.Kv.block_bytes(1, model.kv_heads, model.head_size, "f32")
+    assert tiny.kv.bytes_per_block == _core.Kv.block_bytes([(model.kv_heads, model.head_size, model.head_size)], "f32")
     assert Tiny(SPECS["plain"]).model.kv_layers == 2
 
 
@@ -120,7 +120,7 @@ def test_a_long_sequence_turns_by_the_long_rope() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("name", ["plain", "window", "head_norms", "narrow"])
+@pytest.mark.parametrize("name", ["plain", "window", "head_norms", "narrow", "mixed_heads", "latents_of_64"])
 def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvType, isa: str) -> None:
     model = SPECS[name]
     tokens = text(LENGTH, model)

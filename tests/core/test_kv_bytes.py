@@ -11,12 +11,12 @@ import headrace._core as _core
 from tests.core.tiny import SPECS, Tiny, same_bits, text
 from tests.core.wrong_arrays import REFUSED, frozen
 
-LAYERS, HEADS, HEAD_SIZE = 3, 2, 24
+SHAPES = [(2, 24, 24), (1, 40, 16), (2, 24, 24)]  # of each layer its heads, and the dims of keys and values
 KV_TYPES: list[Any] = ["f32", "bf16", "int8", "fp8", "int4"]
 
 
 def memory(blocks: int = 4, type: Any = "bf16") -> _core.Kv:
-    return _core.Kv(LAYERS, HEADS, HEAD_SIZE, blocks, type)
+    return _core.Kv(SHAPES, blocks, type)
 
 
 def block_bytes(kv: _core.Kv, block: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -37,8 +37,9 @@ def test_what_is_written_is_read_and_nothing_else_changes(type: Any) -> None:
 
 
 @pytest.mark.parametrize("type", KV_TYPES)
-def test_a_sequence_goes_on_from_blocks_of_another_memory_with_the_same_bits(type: Any) -> None:
-    model = SPECS["everything"]
+@pytest.mark.parametrize("name", ["everything", "mixed_heads"])
+def test_a_sequence_goes_on_from_blocks_of_another_memory_with_the_same_bits(type: Any, name: str) -> None:
+    model = SPECS[name]
     tokens = text(50, model)
     first, second = Tiny(model, kv=type), Tiny(model, kv=type)
     alone = first.rows(tokens, (0, 1, 2, 3))

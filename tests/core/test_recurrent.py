@@ -55,7 +55,7 @@ class Recurrent:
         self.spec = model
         self.pool = _core.Pool(threads)
         self.model = _core.Model(describe(model), packed_model(model, format), self.pool, 256, isa)
-        self.kv = _core.Kv(model.kv_layers, model.kv_heads, model.head_size, 8 * SLOTS, "f32")
+        self.kv = _core.Kv(model.kv_shapes, 8 * SLOTS, "f32")
         self.states = _core.States(SLOTS, model.state_floats)
         self.computed = [0] * SLOTS
 

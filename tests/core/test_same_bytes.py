@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import headrace._core as _core
 from headrace.models.precision import KvType, WeightFormat
-from headrace.models.spec import ModelSpec
+from headrace.models.spec import LatentSpec, LayerSpec, ModelSpec
 from tests.core.tiny import (
     ENCODERS,
     ISAS,
@@ -105,14 +106,15 @@ def in_a_ragged_batch(tiny: Tiny, tokens: list[int], alone: Floats) -> Iterator[
 
 def spoil(tiny: Tiny) -> None:
     """Fills every KV block with infinities and NaN, as a sequence of a broken model would leave them."""
-    heads, size = tiny.spec.kv_heads, tiny.spec.head_size
+    shapes, latent = tiny.spec.kv_shapes, tiny.spec.latent
     model = spec(
         hidden_size=2,
         vocab_size=2,
-        heads=heads,
-        kv_heads=heads,
-        head_size=size,
-        layers=(SPECS["plain"].layers[0],) * tiny.model.kv_layers,
+        heads=math.lcm(*(heads for heads, _, _ in shapes)),
+        kv_heads=shapes[0][0],
+        head_size=shapes[0][1],
+        layers=tuple(LayerSpec(rope=None, kv_heads=heads, head_size=size) for heads, size, _ in shapes),
+        latent=None if latent is None else LatentSpec(rank=2, turning=latent.turning, value_size=latent.value_size),
         pre_norm=False,
         final_norm=False,
     )

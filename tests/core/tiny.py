@@ -19,7 +19,16 @@ from headrace.engine.executors.cpu_executor import describe
 from headrace.models.distance_buckets import spread_buckets
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import KvType, Precision, WeightFormat
-from headrace.models.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec, is_product, tensor_shapes
+from headrace.models.spec import (
+    ExpertSpec,
+    LatentSpec,
+    LayerInputSpec,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    is_product,
+    tensor_shapes,
+)
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]
@@ -158,6 +167,35 @@ SPECS: dict[str, ModelSpec] = {
         layers=(LayerSpec(window=20, experts=True), LayerSpec()),
         experts=ExpertSpec(count=6, top_k=2, intermediate_size=42, normalise=False, groups=3, top_groups=2),
     ),
+    "latents_of_64": spec(
+        heads=2,
+        kv_heads=2,
+        head_size=64,
+        latent=LatentSpec(rank=20, turning=32, value_size=48),
+        ropes=(rope(32),),
+    ),
+    # Heads of other sizes and numbers, of which those of 32 and 48 dims are rotated where KV memory has codes.
+    "mixed_heads": spec(
+        heads=6,
+        kv_heads=2,
+        head_size=32,
+        qk_norm="head",
+        ropes=(rope(32), rope(40, base=100.0)),
+        layers=(
+            LayerSpec(window=20),
+            LayerSpec(head_size=48, kv_heads=1, rope=1, inner=130),
+            LayerSpec(kv_heads=6, inner=20),
+            LayerSpec(head_size=48, rope=1, inner=130),
+        ),
+    ),
+    "layer_inputs": spec(
+        layers=(LayerSpec(), LayerSpec(experts=True, head_size=40, kv_heads=4), LayerSpec(experts=True)),
+        out_norm=True,
+        activation="gelu_tanh",
+        layer_scale=True,
+        layer_inputs=LayerInputSpec(size=20, vocab=70),
+        experts=ExpertSpec(count=4, top_k=2, intermediate_size=42, normalise=True, beside=True),
+    ),
     "chunks": spec(
         layers=(
             LayerSpec(chunk=24, experts=True),
@@ -257,7 +295,7 @@ def random_tensors(model: ModelSpec, seed: int = 0) -> Mapping[str, Floats]:
             # Queries and keys large enough that attention chooses: a flat softmax would hide wrong positions.
             size = 2.0 if name.endswith((".qkv", ".router")) else 1.0
             tensors[name] = values * np.float32(size / shape[-1] ** 0.5)
-        elif name.endswith("norm"):
+        elif name.endswith(("norm", ".scale", ".expert_scales")):
             tensors[name] = 1.0 + np.float32(0.1) * values
         else:
             tensors[name] = np.float32(0.1) * values
@@ -351,7 +389,7 @@ class Tiny:
         self.pool = pool or _core.Pool(threads)
         held = packed_model(model, format, group) if tensors is None else tensors
         self.model = _core.Model(describe(model), held, self.pool, max_rows, isa)
-        self.kv = _core.Kv(self.model.kv_layers, model.kv_heads, model.head_size, blocks, kv)
+        self.kv = _core.Kv(model.kv_shapes, blocks, kv)
 
     def step(self, shares: Sequence[Share], wanted: Iterable[int] | None = None, *, hidden: bool = False) -> Floats:
         """One step; the logits (or final hidden states) of the wanted rows, by default of all."""

@@ -86,7 +86,7 @@ def test_rope_tables_are_those_of_transformers(kind: str, theta: float) -> None:
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("mistral3", "olmo3", "gptj")])
 def test_ropes_of_tiny_models_are_those_of_transformers(name: str, tiny: Tiny) -> None:
     spec = spec_of(saved_config(tiny(name)))
-    if "gemma3" in name:
+    if "gemma3" in name or "gemma4" in name:
         base = tiny(name).model.model
         rotary = getattr(base, "language_model", base).rotary_emb
         expected = [rotary.full_attention_inv_freq, rotary.sliding_attention_inv_freq]

@@ -181,6 +181,69 @@ def gemma3n_plain() -> Any:
     )
 
 
+def gemma4() -> Any:
+    # The last two layers read the keys and values of layers 2 and 3, and have wider MLPs.
+    return transformers.Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 6},
+        head_dim=24,
+        global_head_dim=40,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=20,
+        final_logit_softcapping=20.0,
+    )
+
+
+def gemma4_experts() -> Any:
+    # Values of the full layer are its keys, of a head of which four queries share one.
+    return transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=32,
+        global_head_dim=48,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+        tie_word_embeddings=False,
+    )
+
+
+def gemma4_unified() -> Any:
+    return transformers.Gemma4UnifiedTextConfig(
+        **SIZES,
+        head_dim=24,
+        global_head_dim=32,
+        num_global_key_value_heads=4,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        attention_k_eq_v=True,
+    )
+
+
+def gemma4_vision() -> Any:
+    vision = transformers.Gemma4VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    return transformers.Gemma4Config(text_config=gemma4(), vision_config=vision)
+
+
+def published_gemma4_config(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that has the sizes of full layers as published files have them."""
+    full = list(saved.pop("per_layer_config").values())[-1]
+    return saved | {
+        "global_head_dim": full["head_dim"],
+        "num_global_key_value_heads": full.get("num_key_value_heads"),
+    }
+
+
 def gemma3_vision() -> Any:
     vision = transformers.SiglipVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8

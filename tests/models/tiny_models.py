@@ -70,6 +70,10 @@ TINY: dict[str, Tiny] = {
     "gemma3-vision": Tiny("Gemma3ForConditionalGeneration", configs.gemma3_vision),
     "gemma3n": Tiny("Gemma3nForCausalLM", configs.gemma3n),
     "gemma3n-untied": Tiny("Gemma3nForCausalLM", configs.gemma3n_plain, brief=True),
+    "gemma4": Tiny("Gemma4ForCausalLM", configs.gemma4),
+    "gemma4-experts": Tiny("Gemma4ForCausalLM", configs.gemma4_experts, saved=configs.published_gemma4_config),
+    "gemma4-unified": Tiny("Gemma4UnifiedForCausalLM", configs.gemma4_unified, brief=True),
+    "gemma4-vision": Tiny("Gemma4ForConditionalGeneration", configs.gemma4_vision, brief=True),
     "phi3": Tiny("Phi3ForCausalLM", configs.phi3),
     "phi3-window-tied": Tiny("Phi3ForCausalLM", configs.phi3_window),
     "olmo2": Tiny("Olmo2ForCausalLM", configs.olmo2),
@@ -176,7 +180,8 @@ WHOLE = tuple(name for name in DECODERS if not TINY[name].brief)
 # Those whose layers `headrace compress` computes.
 UNCOMPRESSED = tuple(
     """
-    ministral3 ministral3-vision gemma3n gemma3n-untied
+    ministral3 ministral3-vision gemma3n gemma3n-untied gemma4 gemma4-experts gemma4-unified
+    gemma4-vision
     phimoe llama4 minimax-m2 ernie-moe command-r-plus stablelm-12b deepseek-v2-lite deepseek-v2 deepseek-v3
     gpt-oss gpt2 gpt-bigcode gpt-bigcode-heads opt pythia gpt-neox-in-turn gptj falcon falcon-groups falcon2
     falcon-in-turn bloom mpt phi qwen2-moe glm4-moe cohere cohere2 glm glm4 ernie granite-moe
@@ -266,6 +271,7 @@ def _seed_of(name: str) -> int:
     later = (
         *("nemotron", "arcee", "falcon-h1", "falcon-h1-plain", "nemotron-h", "nemotron-h-plain"),
         *("ministral3", "ministral3-vision", "gemma3n", "gemma3n-untied"),
+        *("gemma4", "gemma4-experts", "gemma4-vision", "gemma4-unified"),
     )
     if name in later:
         return 3000 + later.index(name)
@@ -289,6 +295,9 @@ def randomise(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -52,7 +52,7 @@ def check_trainable(spec: ModelSpec) -> None:
         or spec.embedding_norm
     )
     layers = any(layer.shares is not None or layer.gate_cutoff is not None for layer in spec.layers)
-    unlike = unlike or spec.streams or spec.value_norm or layers
+    unlike = unlike or spec.layer_inputs or spec.layer_scale or spec.value_norm or layers or not spec.same_layers
     positions = spec.alibi or spec.learned_positions or any(layer.grows for layer in spec.layers)
     if spec.experts or unlike or positions or spec.head_bias or spec.activation not in ACTIVATIONS:
         raise RequestError(

@@ -40,23 +40,22 @@ def operations(spec: ModelSpec, tokens: int) -> float:
     shapes = active_shapes(spec)
     head = shapes.pop("embed" if spec.tied else "head", (0,))
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
-    seen = 0.0
+    pairs = 0.0
     for layer in spec.layers:
         if not layer.attends:
             continue
         window = min(layer.window or tokens, tokens)
         if not spec.causal:
-            seen += tokens * tokens - (tokens - window) * (tokens - window + 1)
+            seen = tokens * tokens - (tokens - window) * (tokens - window + 1)
         else:
-            seen += window * (window + 1) / 2 + (tokens - window) * window
-    return 2.0 * products * tokens + 2.0 * int(np.prod(head)) + 4.0 * spec.q_size * seen
+            seen = window * (window + 1) / 2 + (tokens - window) * window
+        _, key, value = spec.kv_shape(layer)
+        pairs += spec.heads * (key + value) * seen
+    return 2.0 * products * tokens + 2.0 * int(np.prod(head)) + 2.0 * pairs
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> dict[KvType, float]:
-    return {
-        kind: _core.Kv.block_bytes(spec.kv_layers, spec.kv_heads, spec.head_size, kind) / _core.BLOCK
-        for kind in get_args(KvType)
-    }
+    return {kind: _core.Kv.block_bytes(spec.kv_shapes, kind) / _core.BLOCK for kind in get_args(KvType)}
 
 
 def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second: float) -> Floor:

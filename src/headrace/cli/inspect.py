@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
@@ -127,6 +128,7 @@ def _facts(spec: ModelSpec, machine: Machine, floors: list[Floor], path: str) ->
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
         "head_size": spec.head_size,
+        "kv_shapes": [list(shape) for shape in spec.kv_shapes],
         "vocab_size": spec.vocab_size,
         "context": spec.context,
         "experts": None if spec.experts is None else {"count": spec.experts.count, "top_k": spec.experts.top_k},
@@ -147,6 +149,10 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
         f"{len(spec.layers)} layers, hidden {spec.hidden_size}, {spec.heads} heads on {spec.kv_heads} KV heads of "
         f"{spec.head_size}, vocabulary {spec.vocab_size:,}, context {spec.context:,}"
     )
+    for (heads, key, value), count in Counter(spec.kv_shapes).items():
+        if (heads, key, value) != (spec.kv_heads, spec.head_size, spec.head_size):
+            sizes = f"{key}" if key == value else f"{key} for keys and {value} for values"
+            console.print(f"{count} layers keep KV in {heads} heads of {sizes}")
     if spec.recurrent is not None:
         count = sum(layer.recurs for layer in spec.layers)
         console.print(f"{count} layers are recurrent: {4 * spec.state_floats / 1e6:,.2f} MB of state for each sequence")

@@ -131,7 +131,9 @@ def _multiple(recipe: Recipe, name: str, inputs: int) -> int:
 
 def _computes(spec: ModelSpec) -> bool:
     """Return whether `LayerPass` computes the layers of a model."""
-    if spec.recurrent is not None or spec.attention_gate or spec.streams is not None:
+    if spec.recurrent is not None or spec.attention_gate or spec.layer_inputs is not None:
+        return False
+    if spec.layer_scale or spec.value_norm or not spec.same_layers:
         return False
     experts = spec.experts
     if experts is not None and (

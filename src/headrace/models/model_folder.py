@@ -132,8 +132,10 @@ class ModelFolder:
     def part_rows(self, name: str) -> tuple[int, ...]:
         """Return the number of rows of each part of a canonical tensor."""
         rows, parts = self.shapes[name][0], len(self.sources[name])
-        if parts == len(self.spec.qkv_parts) and name.endswith((".attn.qkv", ".attn.qkv.bias")):
-            return self.spec.qkv_parts
+        if name.endswith((".attn.qkv", ".attn.qkv.bias")):
+            each = self.spec.qkv_parts_of(self.spec.layers[int(name.split(".")[1])])
+            if parts == len(each):
+                return each
         if (recurrent := self.spec.recurrent) is not None and name.endswith((".recurrent.in", ".recurrent.in.bias")):
             each = recurrent.in_parts
             if parts == len(each):

@@ -1,4 +1,4 @@
-"""Turns the rope keys of a config into a RopeSpec: default, linear, dynamic, llama3, yarn and longrope.
+"""Turns the rope keys of a config into a RopeSpec: default, linear, dynamic, llama3, yarn, longrope and proportional.
 
 The arithmetic follows transformers step by step: in f32, with a division by a tensor as a product with its reciprocal.
 The exception is powers, which are correctly rounded here so that tables are the same on every machine; the reference's
@@ -24,6 +24,8 @@ F32 = NDArray[np.float32]
 
 # Names of ropes in a config -> our names.
 KINDS: Mapping[str, str] = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
+# Of heads of which a share turns, at the frequencies that it has when all of it turns (Gemma 4).
+PROPORTIONAL: Mapping[str, str] = {**KINDS, "proportional": "proportional"}
 _REASONS = {
     "ntk": "its angles depend on the length of the longest sequence in the batch",
     "mrope": "it needs image positions",
@@ -56,9 +58,18 @@ def read_rope(
 
 
 def read_ropes_by_kind(
-    config: ConfigJson, head_size: int, *, theta: float, local_theta: float
+    config: ConfigJson,
+    head_size: int,
+    *,
+    theta: float,
+    local_theta: float,
+    local_size: int | None = None,
+    kinds: Mapping[str, str] = KINDS,
 ) -> tuple[RopeSpec, RopeSpec]:
-    """Return the rope of full-attention layers, then that of sliding layers. A `rope_scaling` stretches the first."""
+    """Return the rope of full-attention layers, then that of sliding layers. A `rope_scaling` stretches the first.
+
+    `local_size` is the head size of sliding layers, where it is another; `kinds` are those of full-attention layers.
+    """
     scaling, both = config.optional_sub("rope_scaling"), config.optional_sub("rope_parameters")
     if both is not None and scaling is not None:
         raise config.error("rope_scaling", "Set either rope_scaling or rope_parameters, not both.")
@@ -68,8 +79,8 @@ def read_ropes_by_kind(
     full = scaling or (both and both.optional_sub("full_attention")) or none
     local = (both and both.optional_sub("sliding_attention")) or none
     return (
-        rope_of(config, full, head_size, theta=theta),
-        rope_of(config, local, head_size, theta=local_theta),
+        rope_of(config, full, head_size, theta=theta, kinds=kinds),
+        rope_of(config, local, local_size or head_size, theta=local_theta),
     )
 
 
@@ -89,13 +100,16 @@ def rope_of(
         reason = _REASONS.get(name, f"supported are {', '.join(kinds)}")
         raise ModelError(f"Unsupported rope {name[:60]!r}: {reason}.", path=config.path)
     kind = kinds[name]
-    rotated = _rotated_dims(config, parameters, head_size, partial=partial)
+    whole = kind == "proportional"
+    rotated = head_size if whole else _rotated_dims(config, parameters, head_size, partial=partial)
     theta = parameters.positive("rope_theta", default=theta)
     if theta <= 1.0:
         raise ModelError(f"Key 'rope_theta': Expected a number above 1, found {theta}.", path=config.path)
     powers = _powers(theta, rotated)
     original = _original_context(config, parameters, default_original)
     try:
+        if whole:
+            return RopeSpec(inv_freq=_exact(_proportional(_inverse(powers), parameters)))
         if kind == "linear":
             return RopeSpec(inv_freq=_exact(_inverse(powers) / np.float32(parameters.positive("factor"))))
         if kind == "llama3":
@@ -120,6 +134,14 @@ def _rotated_dims(config: ConfigJson, parameters: ConfigJson, head_size: int, *,
     if rotated < 2 or rotated % 2:
         raise config.error("head_dim", f"The rope covers {rotated} of {head_size} dims. Expected an even number.")
     return rotated
+
+
+def _proportional(inv_freq: F32, parameters: ConfigJson) -> F32:
+    share = parameters.positive("partial_rotary_factor", maximum=1.0, default=1.0)
+    turning = int(share * (2 * len(inv_freq)) // 2)
+    table = inv_freq.copy()
+    table[turning:] = 0.0
+    return table / np.float32(parameters.positive("factor", default=1.0))
 
 
 def _original_context(config: ConfigJson, parameters: ConfigJson, default: int | None) -> int:

@@ -18,7 +18,7 @@ _LAYERS: Final = "layers."
 def check_skipped(spec: ModelSpec, skipped: Collection[int]) -> None:
     """Raise RequestError for layers that the model does not have, or if none would be left."""
     count = len(spec.layers)
-    if skipped and (spec.streams is not None or any(layer.shares is not None for layer in spec.layers)):
+    if skipped and (spec.layer_inputs is not None or any(layer.shares is not None for layer in spec.layers)):
         raise RequestError(
             "'skip_layers' is not available for this model: its layers read what others compute beside the residual.",
             parameter="skip_layers",

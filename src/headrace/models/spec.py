@@ -123,6 +123,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     spans: bool = False  # a row sees only the span that it is in: a window of an image's patches
     kept: bool = False  # its outcome is a result beside the last layer's (the towers of Qwen3-VL)
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
+    # Sizes of this layer; 0: those of the model.
+    head_size: int = 0
+    kv_heads: int = 0
+    inner: int = 0  # of the dense MLP
+    keys_as_values: bool = False  # its values are its keys, before those are normalised and turned
 
     @property
     def attends(self) -> bool:
@@ -150,6 +155,9 @@ class ExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
     top_groups: int = 1
     group_best: Literal[1, 2] = 1  # a group's rank is the sum of that of so many of its best experts
     bias: bool = False  # of the router and of every expert
+    # The layer's dense MLP is there too. Both read the residual, each through a norm of its own; what they compute is
+    # normalised and added. The chosen experts' weights are multiplied by a scale of each expert (Gemma 4).
+    beside: bool = False
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,17 +173,25 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     value_size: int  # of a head
 
 
+class LayerInputSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An input of each layer's own, which is added to the residual after its MLP (Gemma 3n and 4).
+
+    The inputs of all layers come from a second embedding, and from a product of the first.
+    """
+
+    size: int
+    vocab: int  # tokens in the second embedding; others have the inputs of token 0
+
+
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Several residual streams for each token, and an input of each layer's own (Gemma 3n).
+    """Several residual streams for each token, which need `layer_inputs` (Gemma 3n).
 
     A layer predicts all streams, computes the first one, and corrects all of them by the result. A narrow path leads
-    past its attention. The inputs of all layers come from a second embedding, and from a product of the first.
+    past its attention.
     """
 
     count: int
     rank: int  # of the narrow path
-    input_size: int  # of a layer's own input
-    input_vocab: int  # tokens in the second embedding; others have the inputs of token 0
 
 
 class PooledLayer(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,7 +256,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     final_norm: bool = True
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None  # of the layers with that mixer
+    layer_inputs: LayerInputSpec | None = None
     streams: StreamSpec | None = None
+    layer_scale: bool = False  # the residual is multiplied by a number of each layer after it
     value_norm: bool = False  # values are normalised over each head's dims, without weights
     attention_gate: bool = False  # `qkv` also gives a gate of each output of the attention, after the values
     # "head": over each head's dims; "full": over all heads' dims at once; "each_head": a layer norm for each head;
@@ -312,14 +330,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return any(rope.axes for rope in self.ropes)
 
     @property
-    def kv_layers(self) -> int:
-        """Layers in the KV memory: those with attention, and at least one, because blocks also name prefixes.
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Return KV heads, dims of a key and dims of a value of each layer in the KV memory.
 
-        Without a causal mask a sequence is computed in one piece, and layers take turns with the memory of one.
+        These are the layers with attention, and at least one, because blocks also name prefixes. Without a causal mask
+        a sequence is computed in one piece, and layers take turns with the memory of one.
         """
-        if not self.causal:
-            return 1
-        return max(1, sum(layer.attends and layer.shares is None for layer in self.layers))
+        own = [self.kv_shape(layer) for layer in self.layers if layer.attends and layer.shares is None]
+        own = own or [self.kv_shape(LayerSpec())]
+        return tuple(own if self.causal else own[:1])
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers in the KV memory."""
+        return len(self.kv_shapes)
+
+    def kv_shape(self, layer: LayerSpec) -> tuple[int, int, int]:
+        """Return a layer's KV heads, and the dims of a key and of a value."""
+        size = layer.head_size or self.head_size
+        return layer.kv_heads or self.kv_heads, size, size if self.latent is None else self.latent.value_size
 
     @property
     def attention_layers(self) -> int:
@@ -333,6 +362,28 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return each * sum(layer.recurs for layer in self.layers)
 
     @property
+    def kv_reads(self) -> float:
+        """How often a step reads what the KV memory holds of a token: more than once where layers share it."""
+        held = sum(heads * (key + value) for heads, key, value in self.kv_shapes)
+        shapes = (self.kv_shape(layer) for layer in self.layers if layer.attends)
+        return sum(heads * (key + value) for heads, key, value in shapes) / held
+
+    @property
+    def pair_size(self) -> int:
+        """Dims that attention multiplies for a token and one that it sees, in all layers."""
+        shapes = (self.kv_shape(layer) for layer in self.layers if layer.attends)
+        return sum(self.heads * (key + value) for _, key, value in shapes)
+
+    def inner_size(self, layer: LayerSpec) -> int:
+        """Return the inner size of a layer's dense MLP."""
+        return layer.inner or self.intermediate_size
+
+    @property
+    def same_layers(self) -> bool:
+        """True if no layer has sizes of its own."""
+        return not any(layer.head_size or layer.kv_heads or layer.inner for layer in self.layers)
+
+    @property
     def q_size(self) -> int:
         return self.heads * self.head_size
 
@@ -342,14 +393,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value_size(self) -> int:
-        """Dims of a head's value, of which the KV memory holds `head_size`."""
+        """Dims of a head's value, where a layer has no size of its own."""
         return self.head_size if self.latent is None else self.latent.value_size
 
     @property
     def qkv_parts(self) -> tuple[int, ...]:
-        """Rows of `qkv` that belong together: of queries, keys and values, or of queries and the latent."""
+        """Rows of `qkv` that belong together, in a layer without sizes of its own."""
+        return self.qkv_parts_of(LayerSpec())
+
+    def qkv_parts_of(self, layer: LayerSpec) -> tuple[int, ...]:
+        """Return the rows of `qkv` that belong together: of queries, keys and values, or of queries and the latent."""
+        kv_heads, size, _ = self.kv_shape(layer)
+        queries, keys = self.heads * size, kv_heads * size
         if self.latent is None:
-            return (self.q_size, self.kv_size, self.kv_size, *((self.q_size,) if self.attention_gate else ()))
+            return (queries, keys, keys, *((queries,) if self.attention_gate else ()))
         return (self.latent.query_rank or self.q_size, self.latent.turning + self.latent.rank)
 
     def rope_variant(self, total_tokens: int) -> int:
@@ -391,24 +448,27 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             if present:
                 norm(f"{name}.{kind}")
 
-    def attention(attn: str, *, shares: bool) -> None:
-        product(f"{attn}.qkv", spec.q_size if shares else sum(spec.qkv_parts), hidden, bias=spec.qkv_bias)
+    def attention(attn: str, layer: LayerSpec) -> None:
+        shares = layer.shares is not None
+        kv_heads, size, value_size = spec.kv_shape(layer)
+        q_size = spec.heads * size
+        product(f"{attn}.qkv", q_size if shares else sum(spec.qkv_parts_of(layer)), hidden, bias=spec.qkv_bias)
         if (latent := spec.latent) is not None:
             if latent.query_rank:
                 shapes[f"{attn}.q_latent_norm"] = (latent.query_rank,)
-                shapes[f"{attn}.q_up"] = (spec.q_size, latent.query_rank)
+                shapes[f"{attn}.q_up"] = (q_size, latent.query_rank)
             shapes[f"{attn}.kv_latent_norm"] = (latent.rank,)
-            plain = spec.head_size - latent.turning
+            plain = size - latent.turning
             shapes[f"{attn}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
-            shapes[f"{attn}.q_norm"] = (spec.head_size,)
+            shapes[f"{attn}.q_norm"] = (size,)
             if not shares:
-                shapes[f"{attn}.k_norm"] = (spec.head_size,)
+                shapes[f"{attn}.k_norm"] = (size,)
         elif spec.qk_norm in ("full", "each_head"):
-            shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (spec.q_size,), (spec.kv_size,)
+            shapes[f"{attn}.q_norm"], shapes[f"{attn}.k_norm"] = (q_size,), (kv_heads * size,)
         if spec.sinks:
             shapes[f"{attn}.sinks"] = (spec.heads,)
-        product(f"{attn}.o", hidden, spec.heads * spec.value_size, bias=spec.o_bias)
+        product(f"{attn}.o", hidden, spec.heads * value_size, bias=spec.o_bias)
 
     if spec.has_embedding:
         shapes["embed"] = (spec.vocab_size, hidden)
@@ -420,11 +480,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         norm("embed_norm")
     if spec.distance_buckets:
         shapes["distances"] = (spec.distance_buckets, spec.heads)
+    if (inputs := spec.layer_inputs) is not None:
+        width = len(spec.layers) * inputs.size
+        shapes["inputs.embed"] = (inputs.vocab, width)
+        shapes["inputs.in"] = (width, hidden)
+        shapes["inputs.norm"] = (inputs.size,)
     if (streams := spec.streams) is not None:
-        inputs = len(spec.layers) * streams.input_size
-        shapes["inputs.embed"] = (streams.input_vocab, inputs)
-        shapes["inputs.in"] = (inputs, hidden)
-        shapes["inputs.norm"] = (streams.input_size,)
         for index in range(streams.count - 1):
             shapes[f"streams.{index}.in"] = shapes[f"streams.{index}.out"] = (hidden, hidden)
     for index, layer in enumerate(spec.layers):
@@ -434,9 +495,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.recurs and spec.recurrent is not None:
             shapes.update(_recurrent_shapes(spec.recurrent, f"layers.{index}.recurrent", hidden))
         if layer.attends:
-            attention(attn, shares=layer.shares is not None)
+            attention(attn, layer)
         if spec.streams is not None:
             shapes.update(_stream_shapes(spec.streams, f"layers.{index}", hidden))
+        if spec.layer_inputs is not None:
+            shapes.update(_input_shapes(spec.layer_inputs, f"layers.{index}", hidden))
+        if spec.layer_scale:
+            shapes[f"layers.{index}.scale"] = (1,)
         if not layer.mlp:
             continue
         sublayer_norms(feed, before=not spec.shared_norm)
@@ -450,8 +515,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
                 mlp(f"{feed}.shared", experts.shared_size, bias=False)
             if experts.shared_gate:
                 shapes[f"{feed}.shared_gate"] = (1, hidden)
-        else:
-            mlp(feed, spec.intermediate_size, bias=spec.mlp_bias)
+            if experts.beside:
+                shapes[f"{feed}.router_norm"] = (hidden,)
+                shapes[f"{feed}.expert_scales"] = (experts.count,)
+                for kind in ("experts_norm", "experts_out_norm", "dense_out_norm"):
+                    norm(f"{feed}.{kind}")
+        if not layer.experts or (spec.experts is not None and spec.experts.beside):
+            mlp(feed, spec.inner_size(layer), bias=spec.mlp_bias)
     if spec.final_norm:
         norm("norm")
     if spec.kind == "decoder" and not spec.tied:
@@ -495,8 +565,13 @@ def _stream_shapes(spec: StreamSpec, name: str, hidden: int) -> dict[str, tuple[
         f"{name}.past.in": (spec.rank, hidden),
         f"{name}.past.out": (hidden, spec.rank),
         f"{name}.past.norm": (hidden,),
-        f"{name}.inputs.in": (spec.input_size, hidden),
-        f"{name}.inputs.out": (hidden, spec.input_size),
+    }
+
+
+def _input_shapes(spec: LayerInputSpec, name: str, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.inputs.in": (spec.size, hidden),
+        f"{name}.inputs.out": (hidden, spec.size),
         f"{name}.inputs.norm": (hidden,),
     }
 

@@ -35,10 +35,10 @@ def step_work(spec: ModelSpec, plan: WeightPlan, kv_bytes_per_token: float) -> S
     products = sum(int(np.prod(shape)) for name, shape in shapes.items() if is_product(name))
     return StepWork(
         decode_bytes(spec, plan),
-        kv_bytes_per_token * spec.attention_layers / spec.kv_layers,
+        kv_bytes_per_token * spec.kv_reads,
         2.0 * products,
         2.0 * head,
-        4.0 * spec.q_size * spec.attention_layers,
+        2.0 * spec.pair_size,
     )
 
 

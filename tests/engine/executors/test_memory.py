@@ -124,7 +124,7 @@ def test_a_model_too_large_is_refused_before_a_weight_is_read(
 ) -> None:
     folder = open_model(tiny_folder)
     at_int8 = packed_size(folder.spec, folder.shapes, parse_plan("int8"))
-    block = _core.Kv(folder.spec.kv_layers, folder.spec.kv_heads, folder.spec.head_size, 1, "bf16").bytes_per_block
+    block = _core.Kv.block_bytes(folder.spec.kv_shapes, "bf16")
     monkeypatch.setenv("HEADRACE_MEMORY_GIB", str((at_int8 + 4 * 64 // _core.BLOCK * block + 4096) / GIB))
     monkeypatch.setattr("headrace.engine.executors.cpu_executor.load_tensors", lambda *_, **__: pytest.fail("read"))
     command = ["generate", str(tiny_folder), "-p", "x", "--context", "64"]

@@ -87,7 +87,8 @@ RECURRENT = ("mamba2", "lfm2", "bamba", "falcon-h1")
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in DENSE for kind in KINDS if kind != "plain"] + [(name, "plain") for name in RECURRENT],
+    [(name, kind) for name in DENSE for kind in KINDS if kind != "plain"]
+    + [(name, "plain") for name in (*RECURRENT, "gemma4", "gemma4-experts")],
 )
 def test_logits_are_those_of_peft(name: str, kind: str, tiny: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = tiny(name)

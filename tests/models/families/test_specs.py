@@ -30,7 +30,16 @@ Tiny = Callable[[str], Reference]
 
 # Heads and eyes that Headrace does not run: it embeds and generates text.
 UNUSED = (
-    *("pooler.", "cls.predictions.", "multi_modal_projector.", "vision_tower.", "head.", "decoder."),
+    *(
+        "pooler.",
+        "cls.predictions.",
+        "multi_modal_projector.",
+        "vision_tower.",
+        "model.vision_tower.",
+        "model.embed_vision.",
+        "head.",
+        "decoder.",
+    ),
     *("lm_head.bias", "lm_head.decoder.", "lm_head.dense.", "lm_head.layer_norm."),
 )
 
@@ -200,6 +209,22 @@ def test_a_published_config_of_gemma3n_shares_keys_and_values_by_kind() -> None:
     assert [layer.gate_cutoff is None for layer in spec.layers[8:12]] == [False, False, True, True]
 
 
+def test_layers_of_gemma4_have_the_heads_of_their_kind(tiny: Tiny) -> None:
+    dense, experts = (open_model(tiny(name).folder).spec for name in ("gemma4", "gemma4-experts"))
+    assert dense.kv_shapes == ((2, 24, 24), (2, 40, 40)) * 2
+    assert [layer.shares for layer in dense.layers] == [None, None, None, None, 2, 3]
+    assert [dense.inner_size(layer) for layer in dense.layers] == [96, 96, 96, 96, 192, 192]
+    assert experts.kv_shapes == ((2, 32, 32), (2, 32, 32), (1, 48, 48))
+    assert [layer.keys_as_values for layer in experts.layers] == [False, False, True]
+    assert [len(rope.inv_freq) for rope in experts.ropes] == [24, 16]
+    assert experts.ropes[0].inv_freq[5] > 0 == experts.ropes[0].inv_freq[6]  # a quarter of a head turns
+    for spec, bytes_per_token in ((dense, 2 * 4 * 2 * (24 + 40) * 2), (experts, 2 * 4 * (2 * 2 * 32 + 48))):
+        work = step_work(spec, parse_plan("f32"), bytes_per_token)
+        shapes = [spec.kv_shape(layer) for layer in spec.layers]
+        assert work.operations_per_pair == sum(4.0 * spec.heads * size for _, size, _ in shapes)
+        assert work.kv_bytes_per_token == pytest.approx(sum(4.0 * 2 * heads * size for heads, size, _ in shapes))
+
+
 def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> None:
     def costs(name: str) -> tuple[int, int, float, float]:
         spec = open_model(tiny(name).folder).spec
@@ -216,7 +241,7 @@ def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> N
 
 
 # How a config of transformers 4, and so nearly every one on the hub, says the same.
-TWO_ROPES = {"olmo3", "gemma3", "gemma3-vision", "gemma3-embedder", "embedding-gemma", "gemma3n", "gemma3n-untied"}
+TWO_ROPES = {"olmo3", "embedding-gemma"} | {name for name in TINY if name.startswith(("gemma3", "gemma4"))}
 LEGACY = sorted(
     name for name in set(TINY) - TWO_ROPES if TINY[name].saved is None and not name.startswith("modernbert")
 )

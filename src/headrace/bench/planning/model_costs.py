@@ -70,7 +70,8 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         shared = sum(_gpu_bytes(name, shape, precision) for name, shape in shared_shapes.items())
         experts = sum(_gpu_bytes(name, shape, precision) for name, shape in expert_shapes.items())
         # vLLM takes fp8 for int8 and int4.
-        kv_token = 2.0 * spec.kv_layers * spec.kv_size * (2.0 if kv == "bf16" else 1.0)
+        held = sum(heads * (key + value) for heads, key, value in spec.kv_shapes)
+        kv_token = held * (2.0 if kv == "bf16" else 1.0)
         embed = 2.0 * math.prod(shapes["embed"])
     count = spec.experts.count if spec.experts else 0
     inner = spec.experts.intermediate_size * spec.experts.top_k if spec.experts else spec.intermediate_size
@@ -78,13 +79,13 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         precision=precision,
         weights=shared + experts,
         kv_token=kv_token,
-        kv_read=kv_token * spec.attention_layers / spec.kv_layers,
+        kv_read=kv_token * spec.kv_reads,
         shared=shared if spec.tied else shared - embed,  # of a separate embedding a token reads one row
         expert=experts / count if count else 0.0,
         experts=count,
         chosen=spec.experts.top_k if spec.experts else 0,
         operations=2.0 * active_parameters(spec),
-        pair=4.0 * spec.q_size * spec.attention_layers,
+        pair=2.0 * spec.pair_size,
         layers=len(spec.layers),
         hidden=spec.hidden_size,
         row_bytes=2.0 * (6 * spec.hidden_size + 2 * spec.q_size + 3 * inner),

@@ -78,10 +78,10 @@ def _memory_need(
     spec = folder.spec
     blocks_each = -(-context // _core.BLOCK)
     blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
-    block_bytes = _core.Kv.block_bytes(spec.kv_layers, spec.kv_heads, spec.head_size, kv)
+    block_bytes = _core.Kv.block_bytes(spec.kv_shapes, kv)
     drafts = 0
     if own is not None:
-        drafts = own.weight_bytes + blocks * _core.Kv.block_bytes(1, spec.kv_heads, spec.head_size, kv)
+        drafts = own.weight_bytes + blocks * _core.Kv.block_bytes(own.folder.spec.kv_shapes, kv)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
@@ -172,7 +172,7 @@ class CpuExecutor:
         self._pool = pool
         self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
-        self._kv = _core.Kv(spec.kv_layers, spec.kv_heads, spec.head_size, capacity.blocks, kv)
+        self._kv = _core.Kv(spec.kv_shapes, capacity.blocks, kv)
         self._states = _core.States(capacity.states, spec.state_floats) if spec.state_floats else None
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
@@ -473,7 +473,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "attention_gate": spec.attention_gate,
         "streams": spec.streams.count if spec.streams else 0,
         "past_rank": spec.streams.rank if spec.streams else 0,
-        "layer_input": spec.streams.input_size if spec.streams else 0,
+        "layer_input": spec.layer_inputs.size if spec.layer_inputs else 0,
         "recurrent": None if spec.recurrent is None else _describe_recurrent(spec.recurrent),
         "ropes": [
             {
@@ -501,6 +501,10 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
                 "spans": "only" if layer.spans else "reach" if spec.image_span else "ignore",
                 "rope": -1 if layer.rope is None else layer.rope,
                 "experts": experts.count if layer.experts and experts else 0,
+                "beside": layer.experts and experts is not None and experts.beside,
+                "head_size": layer.head_size,
+                "kv_heads": layer.kv_heads,
+                "inner": layer.inner,
             }
             for layer in spec.layers
         ],

@@ -65,7 +65,7 @@ class EncoderSteps:
     def __init__(self, spec: ModelSpec, tensors: CoreTensors, pool: _core.Pool, isa: str, rows: int) -> None:
         self._model = _core.Model(describe(spec), tensors, pool, rows, isa)
         blocks = -(-rows // _core.BLOCK)
-        self._kv = _core.Kv(spec.kv_layers, spec.kv_heads, spec.head_size, blocks, "f32")
+        self._kv = _core.Kv(spec.kv_shapes, blocks, "f32")
         self._tables = np.arange(blocks, dtype=np.int32).reshape(1, -1)
         self._one = np.zeros(1, dtype=np.int32)
         self._kept = sum(layer.kept for layer in spec.layers)

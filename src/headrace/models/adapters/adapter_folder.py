@@ -6,6 +6,7 @@ Every tensor of the file must belong to a product that can be changed: an adapte
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -77,12 +78,14 @@ def read_adapter(path: Path, folder: ModelFolder) -> AdapterWeights:
         raise ModelError(f"{folder.spec.architecture} has gated delta nets and takes no adapters.", path=path)
     file = SafetensorsFile.open(path / ADAPTER_FILE)
     sides = _sides(file)
-    known = {module.name: module for module in adapter_modules(folder)}
+    modules = adapter_modules(folder)
+    known = {module.name: module for module in modules}
     unread = _unread(folder, known)
     parts = tuple(
-        _part(file, module, names, config, _known(known, module, names, file, folder), folder)
-        for module, names in sides.items()
-        if module not in unread
+        _part(file, name, names, config, module, folder)
+        for name, names in sides.items()
+        if name not in unread
+        for module in _known(known, name, names, file, folder, modules)
     )
     if not parts:
         raise ModelError("The file has no tensors.", path=file.path)
@@ -141,8 +144,14 @@ def _unread(folder: ModelFolder, known: dict[str, AdapterModule]) -> frozenset[s
 
 
 def _known(
-    known: dict[str, AdapterModule], module: str, names: dict[str, str], file: SafetensorsFile, folder: ModelFolder
-) -> AdapterModule:
+    known: dict[str, AdapterModule],
+    module: str,
+    names: dict[str, str],
+    file: SafetensorsFile,
+    folder: ModelFolder,
+    modules: Sequence[AdapterModule],
+) -> list[AdapterModule]:
+    """Return the rows that a module of the file changes: those of keys may be those of values too."""
     found = known.get(module)
     tensor = next(iter(names.values()))
     if found is None:
@@ -155,7 +164,9 @@ def _known(
         )
     if product_of(found.tensor) is None:
         raise ModelError(f"The module '{module[:200]}' cannot be changed by an adapter.", path=file.path, tensor=tensor)
-    return found
+    if found.leaf != "k_proj":
+        return [found]
+    return [each for each in modules if each.name == module]
 
 
 def _part(

@@ -71,6 +71,13 @@ EXPERT_NAMES: Final[TensorNames] = {
 }
 
 
+# Tensors whose names in the files have no ".weight" after them.
+_WHOLE_NAMES: Final = (
+    *(".router_bias", ".sinks", ".step_bias", ".decay", ".skip", ".scale"),
+    *("_scale", "_scales", ".mlp.router_norm"),
+)
+
+
 def mixtral_names(block: str, router: str) -> TensorNames:
     """Return the names of a mixture as Mixtral's files have them."""
     return {
@@ -156,7 +163,7 @@ def decoder_spec(
     kv_heads = config.optional_size("num_key_value_heads", maximum=MAX_HEADS, default=heads) or heads
     if heads % kv_heads:
         raise config.mismatch("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    dense = any(not layer.experts for layer in layers)
+    dense = any(not layer.experts for layer in layers) or (experts is not None and experts.beside)
     return ModelSpec(
         family=family,
         architecture=architecture,
@@ -204,16 +211,18 @@ def expert_groups(config: ConfigJson, count: int, top_k: int, *, default: tuple[
 def parameter_bound(spec: ModelSpec) -> int:
     """Return an upper bound of the weights without listing tensors, since a hostile config makes that list long."""
     experts = spec.experts
-    attention = spec.hidden_size * 2 * (spec.q_size + spec.kv_size)
+    shapes = [spec.kv_shape(layer) for layer in spec.layers]
+    attention = spec.hidden_size * 2 * max(spec.heads * size + kv_heads * size for kv_heads, size, _ in shapes)
     if (recurrent := spec.recurrent) is not None:
         attention += spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner)
+    if (inputs := spec.layer_inputs) is not None:
+        attention += inputs.size * (inputs.vocab + 3 * spec.hidden_size)  # of a layer
     if (streams := spec.streams) is not None:
-        inputs = streams.input_size * (streams.input_vocab + 3 * spec.hidden_size)  # of a layer
-        attention += inputs + 2 * (streams.count + streams.rank) * spec.hidden_size
-    dense = 3 * spec.hidden_size * spec.intermediate_size
+        attention += 2 * (streams.count + streams.rank) * spec.hidden_size
+    dense = 3 * spec.hidden_size * max(spec.inner_size(layer) for layer in spec.layers)
     experts_size = experts.intermediate_size * experts.count + experts.shared_size if experts else 0
     mixture = 3 * spec.hidden_size * experts_size
-    return 2 * spec.vocab_size * spec.hidden_size + len(spec.layers) * (attention + max(dense, mixture))
+    return 2 * spec.vocab_size * spec.hidden_size + len(spec.layers) * (attention + dense + mixture)
 
 
 def check_size(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
@@ -251,7 +260,7 @@ def named_sources(
 
     def parts(name: str) -> tuple[TensorPart, ...]:
         name, end = (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
-        if name.endswith((".router_bias", ".sinks", ".step_bias", ".decay", ".skip", ".out_scale")):
+        if name.endswith(_WHOLE_NAMES):
             _, number, leaf = name.split(".", 2)
             return (TensorPart(f"{prefix}{layer}.{number}.{table[leaf][0]}"),)
         if name == "head":

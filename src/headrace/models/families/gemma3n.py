@@ -22,7 +22,7 @@ from headrace.models.families.decoder import (
 )
 from headrace.models.families.family import TensorPart, TensorSources, architecture_of
 from headrace.models.rope import read_ropes_by_kind
-from headrace.models.spec import LayerSpec, ModelSpec, StreamSpec
+from headrace.models.spec import LayerInputSpec, LayerSpec, ModelSpec, StreamSpec
 
 architectures: tuple[str, ...] = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
 ignored: tuple[str, ...] = (
@@ -101,8 +101,10 @@ def spec(config: ConfigJson) -> ModelSpec:
         streams=StreamSpec(
             count=config.size("altup_num_inputs", minimum=2, maximum=_MOST_STREAMS, default=4),
             rank=config.size("laurel_rank", maximum=MAX_HIDDEN, default=64),
-            input_size=config.size("hidden_size_per_layer_input", maximum=MAX_HIDDEN, default=256),
-            input_vocab=config.size("vocab_size_per_layer_input", maximum=MAX_VOCAB, default=262_144),
+        ),
+        layer_inputs=LayerInputSpec(
+            size=config.size("hidden_size_per_layer_input", maximum=MAX_HIDDEN, default=256),
+            vocab=config.size("vocab_size_per_layer_input", maximum=MAX_VOCAB, default=262_144),
         ),
     )
 
