@@ -144,9 +144,9 @@ def _precision(folder: ModelFolder, name: str, *, float_rows: bool) -> Precision
 
 def _kept_fp8(layouts: set[StoredLayout]) -> Precision:
     """Return the precision of FP8 numbers: their own, or bf16, which rounds a number times its scale, if the parts of a
-    tensor differ or the kernels have no group of the size."""
+    tensor differ or the kernels have no group of the size. Numbers of 16 bits without zeros become bf16 too."""
     layout = layouts.pop()
-    if layouts or layout.group % _UNIT:
+    if layouts or not layout.table or layout.group % _UNIT:
         return Precision("bf16")
     group = _LONGEST if layout.group and layout.group % _LONGEST == 0 else layout.group
     if group and _LONGEST % group:

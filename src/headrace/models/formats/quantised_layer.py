@@ -123,7 +123,7 @@ class StoredLayout(msgspec.Struct, frozen=True):
     """How a layer is kept in its file, as far as it decides the precision in memory."""
 
     # "codes" (whole numbers in runs of a group), "shuffled" (act order), "table" (codes for 16 values), "blocks" (of
-    # GGUF, for which the kernels have no layout) or "float" (FP8)
+    # GGUF, for which the kernels have no layout) or "float" (FP8 with a table's name; 16 bits)
     kind: str
     bits: int
     group: int = 0  # of codes; 0: a scale per row
