@@ -19,7 +19,7 @@ from headrace.bench.objectives import parse_objectives
 from headrace.bench.results.formatting import milliseconds, number, share
 from headrace.bench.tuning.bottleneck import Bottleneck
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
-from headrace.bench.tuning.search import LevelResult
+from headrace.bench.tuning.search import OUT_OF_TIME, LevelResult
 from headrace.bench.tuning.tune_report import TuneReport, interval_text, tune_html, tuned_toml
 from headrace.bench.tuning.tuning import Origin, TuneOptions
 from headrace.bench.tuning.tuning import tune as run_tuning
@@ -240,8 +240,11 @@ def _show(report: TuneReport, console: Console, *, explain: bool) -> None:
         table.add_row(*cells, *([result.reason] if explain else []), style=None if result.outcome == "kept" else "dim")
     console.print(table)
     overall = report.overall
+    untried = sum(result.reason == OUT_OF_TIME for result in report.results)
+    if untried:
+        console.print(f"Out of time: {untried} of {len(report.results)} levels were not tried. Raise --minutes.")
     if overall is None:
-        console.print("Nothing helps: the first setting stays.")
+        console.print("Nothing that was tried helps: the first setting stays.")
         return
     console.print(f"Together: [bold]{overall.gain:.2f} times[/bold] ({overall.low:.2f} to {overall.high:.2f})")
     for name in ("tokens_per_s", "ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "memory", "usd_per_million"):

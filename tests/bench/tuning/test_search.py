@@ -137,9 +137,7 @@ def test_a_walk_goes_on_where_it_was_cut_also_inside_a_level_and_measures_nothin
     assert first.calls == fits
     assert cut[-1].reason == OUT_OF_TIME
     second = Simulated(noise=0.0)
-    again = walk_levels(
-        START, LEVELS, RememberedMachine(second, read_state(path, "one"), path, time_is_over=lambda: False)
-    )
+    again = walk_levels(START, LEVELS, RememberedMachine(second, read_state(path, "one"), path))
     assert [result.setting for result in again] == [result.setting for result in expected]
     assert first.calls + second.calls == whole.calls
     with pytest.raises(RequestError, match="belongs to a tuning with another model"):
@@ -151,7 +149,7 @@ def test_a_walk_goes_on_where_it_was_cut_also_inside_a_level_and_measures_nothin
 
 def test_a_setting_measured_twice_with_one_number_is_measured_twice() -> None:
     machine = Simulated(noise=0.1)
-    remembered = RememberedMachine(machine, TuneState(digest=""), time_is_over=lambda: False)
+    remembered = RememberedMachine(machine, TuneState(digest=""))
     assert remembered.measure(START, 0) != remembered.measure(START, 0)
     assert machine.calls == 2
 

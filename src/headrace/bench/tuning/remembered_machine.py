@@ -43,16 +43,23 @@ class RememberedMachine:
     """A TuningMachine that asks another one at most once for each measurement and gate."""
 
     def __init__(
-        self, machine: TuningMachine, state: TuneState, path: Path | None = None, *, time_is_over: Callable[[], bool]
+        self,
+        machine: TuningMachine,
+        state: TuneState,
+        path: Path | None = None,
+        *,
+        time_is_over: Callable[[], bool] = lambda: False,
+        purpose: str = "",  # measurements are remembered for one purpose: pairs are only compared if both are as old
     ) -> None:
         self._machine = machine
+        self._purpose = purpose
         self._state = state
         self._path = path
         self._time_is_over = time_is_over
         self._turns: dict[str, int] = {}
 
     def measure(self, setting: Setting, number: int) -> Sample:
-        key = f"{_key(setting)} {number}"
+        key = f"{self._purpose}{setting_key(setting)} {number}"
         # Two measurements of one setting with one number are not the same: the first levels measure their own noise.
         turn = self._turns.setdefault(key, 0)
         self._turns[key] += 1
@@ -74,7 +81,7 @@ class RememberedMachine:
         return self._machine.memory(setting)
 
     def gate(self, setting: Setting) -> Gate:
-        key = _key(setting)
+        key = setting_key(setting)
         if key not in self._state.gates:
             self._state.gates[key] = self._machine.gate(setting)
             self._save()
@@ -86,5 +93,5 @@ class RememberedMachine:
                 file.write(msgspec.json.encode(self._state))
 
 
-def _key(setting: Setting) -> str:
+def setting_key(setting: Setting) -> str:
     return json.dumps(setting, sort_keys=True, default=str)

@@ -17,7 +17,7 @@ from headrace.bench.tuning.bottleneck import Bottleneck, find_bottleneck
 from headrace.bench.tuning.engine_machine import EngineMachine
 from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_setting, tuning_levels
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
-from headrace.bench.tuning.remembered_machine import RememberedMachine, read_state
+from headrace.bench.tuning.remembered_machine import RememberedMachine, read_state, setting_key
 from headrace.bench.tuning.search import (
     Comparison,
     Level,
@@ -135,13 +135,9 @@ def tune(
     )
     state = read_state(options.state, digest)
 
-    def time_is_over() -> bool:
-        return clock() - began > 60.0 * options.minutes
-
-    walked = RememberedMachine(machine, state, options.state, time_is_over=time_is_over)
     report_progress("the first setting")
     each = -clock()
-    first = machine.measure(start, _FIRST_NUMBER)
+    first = RememberedMachine(machine, state, options.state).measure(start, _FIRST_NUMBER)
     each += clock()
     if each * _FEW_MEASUREMENTS > 60.0 * options.minutes:
         advise(
@@ -150,6 +146,10 @@ def tune(
             "fewer (--requests) or shorter (--scale) requests. With --state, you can go on later."
         )
     before = _bottleneck(machine, start, traffic, first) if options.bottleneck else None
+    walk_began = clock()  # --minutes bounds the levels: however slow a start is, a walk that is run again gets further
+    walked = RememberedMachine(
+        machine, state, options.state, time_is_over=lambda: clock() - walk_began > 60.0 * options.minutes
+    )
     report_progress("levels")
     results = walk_levels(start, levels, walked, options.rules, on_result=on_result)
     final = results[-1].setting if results else start
@@ -157,11 +157,12 @@ def tune(
     after = before
     if final != start:
         report_progress("the last setting against the first")
+        whole = RememberedMachine(machine, state, options.state, purpose=f"overall {setting_key(final)} ")
         numbers = itertools.count(_FIRST_NUMBER)
         rules = msgspec.structs.replace(options.rules, most_pairs=max(3, options.rules.least_pairs))
-        overall = compare_settings(_OVERALL, start, final, machine, rules, numbers, Noise())
+        overall = compare_settings(_OVERALL, start, final, whole, rules, numbers, Noise())
         if options.bottleneck:
-            last = machine.measure(final, _FIRST_NUMBER)
+            last = whole.measure(final, _FIRST_NUMBER)
             after = _bottleneck(machine, final, traffic, last)
     return TuneReport(
         model=model,
