@@ -108,6 +108,9 @@ class ChainConfig(Section, frozen=True):
     steps: tuple[StepConfig, ...]
     patience_s: Seconds = 10.0  # seconds a step may take to its first output before the next is tried
     diverged: Literal["restart", "error"] = "error"  # when a continuing step produces different text: restart or error
+    order: Literal["listed", "capacity"] = "listed"  # capacity: the shortest predicted time to the first token first
+    # With order = "capacity": a conversation stays with its home among the steps unless another is this much sooner
+    home_ms: Milliseconds = 250.0
 
 
 class HedgeConfig(Section, frozen=True):

@@ -212,6 +212,8 @@ class UpstreamConfig(Section, frozen=True):
     retries: UpstreamRetries = UpstreamRetries()
     breaker: UpstreamBreakerConfig = UpstreamBreakerConfig()
     health: UpstreamHealthConfig = UpstreamHealthConfig()
+    # Between readings of GET /v1/capacity, if kind is headrace; 0: never
+    capacity_s: Annotated[float, Meta(ge=0, le=4)] = 1.0
     managed: ManagedConfig | None = None  # Headrace starts and supervises the server
 
 

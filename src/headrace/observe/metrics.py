@@ -398,6 +398,9 @@ def upstream(model: str, state: Mapping[str, Any]) -> None:
     for what, value in state.get("engine", {}).items():
         if isinstance(value, int | float):
             upstreams.labels(model, f"engine_{what}").set(value)
+    for what, value in state.get("capacity", {}).items():
+        if isinstance(value, int | float):
+            upstreams.labels(model, f"capacity_{what}").set(value)
     upstreams.labels(model, "breaker_open").set(state["breaker"] != "closed")
     for reason, number in state["reasons"].items():
         upstreams.labels(model, f"failed_{reason}").set(number)

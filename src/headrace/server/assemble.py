@@ -91,7 +91,8 @@ def assemble(
         results.modes = replace(results.modes, tenants=CacheModes(accounts.directory, "results"))
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
-    dispatcher = Dispatcher(config.routing, fleet)
+    capacity = CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s)
+    dispatcher = Dispatcher(config.routing, fleet, capacity=capacity.of)
     dispatcher.canaries.may_use = allows_model
     accounts.shared.listen(canary_updater(dispatcher.canaries, fleet.served))
     recorder = Recorder.from_config(config, environ)
@@ -127,7 +128,7 @@ def assemble(
         background=BackgroundTasks(),
         observer=observer,
         discovery=discovery,
-        capacity=CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s),
+        capacity=capacity,
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
         loops=(recorder.run, *autoscaling, *discovering, *(() if catalogues is None else (catalogues.run,))),

@@ -6,6 +6,7 @@ Connects the router, the breakers and the hedges with the fleet. Does not admit,
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from headrace.config import RoutingConfig
 from headrace.gateway.requests.text_request import Choice, TextRequest
 from headrace.gateway.routing.canary_routes import CanaryRoutes
+from headrace.gateway.routing.capacity_order import CapacityOrder
 from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, collect_choices, derive_exchange
 from headrace.gateway.routing.golden import AnswerCheck
 from headrace.gateway.routing.health import VariantHealth
@@ -22,6 +24,7 @@ from headrace.gateway.routing.plan_composer import PlanComposer, hedge_policies
 from headrace.gateway.routing.rewrite import STAGE as REWRITE
 from headrace.gateway.routing.rewrite import choose_rewrite, why_not_rewritten
 from headrace.gateway.routing.router import RoutePlan, Router
+from headrace.gateway.serving.capacity import VariantCapacity
 from headrace.gateway.serving.engine_answering import EngineAnswering
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.fleet import Fleet
@@ -35,13 +38,19 @@ log: Final = logging.getLogger(__name__)
 class Dispatcher:
     """All of it belongs to one event loop."""
 
-    def __init__(self, config: RoutingConfig, fleet: Fleet) -> None:
+    def __init__(
+        self, config: RoutingConfig, fleet: Fleet, *, capacity: Callable[[str], VariantCapacity] | None = None
+    ) -> None:
+        """`capacity`: of a variant, for chains in that order; by default it is unknown."""
         self._fleet = fleet
         self._golden = config.golden
         self._rewrites = config.rewrites
         self.health = VariantHealth(config.breaker, config.health, changed=_breaker_changed)
         self.router = Router(
-            config, self._why_unavailable, reads_images=lambda variant: fleet.variant(variant).reads_images
+            config,
+            self._why_unavailable,
+            reads_images=lambda variant: fleet.variant(variant).reads_images,
+            order=None if capacity is None else CapacityOrder(capacity),
         )
         self.canaries = CanaryRoutes(config.conversation, self._why_unavailable)
         self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
@@ -155,7 +164,7 @@ class Dispatcher:
     def _why_unavailable(self, variant: str) -> str | None:
         upstream = self._fleet.served[variant].upstream
         if upstream is not None:
-            return None if upstream.ready else "it does not answer"
+            return upstream.why_not()
         return self.health.why_not(variant)
 
 

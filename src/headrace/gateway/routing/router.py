@@ -1,7 +1,8 @@
 """Routes a request: applies rules, splits, cascades and chains, and avoids unhealthy variants.
 
-Owns Router and RoutePlan. A decision reads the request, the configuration and the variants' health; it changes nothing,
-waits for nothing and explains itself. Does not carry out the plan.
+Owns Router and RoutePlan. A decision reads the request, the configuration, and the variants' health and capacity; it
+waits for nothing, explains itself, and changes nothing but what a chain in the order of capacity has placed. Does not
+carry out the plan.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from headrace.config.routing_section import (
 from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
+from headrace.gateway.routing.capacity_order import CapacityOrder
 from headrace.gateway.routing.complexity import WEIGHTS
 from headrace.gateway.routing.composite_answerer import RoutingDecision
 from headrace.gateway.routing.opening import ROLE, why_not_opened
@@ -104,6 +106,7 @@ class _Choice(msgspec.Struct):
     """The state of one decision."""
 
     variant: str
+    exchange: Exchange
     decisions: list[RoutingDecision] = []
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
@@ -118,13 +121,15 @@ class Router:
         why_not: WhyNot | None = None,
         *,
         reads_images: Callable[[str], bool] | None = None,
+        order: CapacityOrder | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """CalibrationError if the labelled answers of a cascade cannot be read. `reads_images`: whether a variant does;
-        by default every one. `wall`: seconds since 1970."""
+        by default every one. `order`: of chains by capacity; by default it is unknown. `wall`: seconds since 1970."""
         self.config = config
         self._why_not = why_not or _always_available
         self._reads_images = reads_images or _always_reads
+        self._order = order
         self._wall = wall
         self._zone = ZoneInfo(config.timezone)
         self._weights = WEIGHTS if config.complexity is None else Path(config.complexity).expanduser()
@@ -141,7 +146,7 @@ class Router:
         return not self._rules and not self._chain_of
 
     def route(self, exchange: Exchange) -> RoutePlan:
-        choice = _Choice(exchange.served.name, has_images=bool(images_of(exchange.text_request.messages)))
+        choice = _Choice(exchange.served.name, exchange, has_images=bool(images_of(exchange.text_request.messages)))
         facts = RoutingFacts(exchange, self._wall, self._zone, self._weights)
         rule = first_match(self._rules, facts)
         if rule is not None:
@@ -244,16 +249,21 @@ class Router:
         if named is None:
             return RoutePlan(choice.variant, decisions=tuple(choice.decisions))
         name, chain = named
+        ordered, why = self._ordered(chain, choice.exchange)
         steps: list[StepConfig] = []
-        for place, step in enumerate(chain.steps):
+        for place, step in enumerate(ordered):
             reason = self._why_not_for(choice, step.variant)
             if reason is None:
                 steps.append(step)
             else:
-                after = chain.steps[place + 1].variant if place + 1 < len(chain.steps) else "no other"
+                after = ordered[place + 1].variant if place + 1 < len(ordered) else "no other"
                 choice.decisions.append(RoutingDecision("health", after, f"{step.variant}: {reason}"))
         if not steps:
-            steps = list(chain.steps)  # none is available: try them all, and report their errors
+            steps = list(ordered)  # none is available: try them all, and report their errors
+        if why and self._order is not None:
+            self._order.place(steps[0].variant)
+            if steps[0] is ordered[0]:
+                choice.decisions.append(RoutingDecision("capacity", steps[0].variant, why))
         if len(steps) > 1 or steps[0].variant != choice.variant:
             after = ", ".join(step.variant for step in steps[1:]) or "no other"
             choice.decisions.append(RoutingDecision("chain", steps[0].variant, f"{name}, then {after}"))
@@ -264,6 +274,13 @@ class Router:
             diverged=chain.diverged,
             decisions=tuple(choice.decisions),
         )
+
+    def _ordered(self, chain: ChainConfig, exchange: Exchange) -> tuple[Sequence[StepConfig], str]:
+        """Return a chain's steps in its order, and why the first one is first; "" if they are as listed."""
+        if chain.order == "listed" or self._order is None:
+            return chain.steps, ""
+        conversation = conversation_key(exchange, self.config.conversation)
+        return self._order.sort(chain.steps, exchange.effective_surface, conversation, chain.home_ms / 1e3)
 
 
 def _always_available(variant: str) -> None:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.served_variant import ServedVariant
+from headrace.gateway.upstreams.upstream import Upstream
 
 _EVERY_S: Final = 1.0
 _STALE_S: Final = 5.0
@@ -73,7 +75,7 @@ class CapacityMonitor:
 
     async def _ask(self, name: str, served: ServedVariant) -> None:
         if served.upstream is not None:
-            self._known[name] = _of_upstream(served.upstream.state(), self._clock())
+            self._known[name] = _of_upstream(served.upstream, self._clock())
             return
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -141,13 +143,24 @@ def _of_replicas(statistics: Sequence[Mapping[str, Any]], now: float) -> Variant
     return VariantCapacity(ttft, prompt, output, free, running, waiting, now)
 
 
-def _of_upstream(state: Mapping[str, Any], now: float) -> VariantCapacity:
+def _of_upstream(upstream: Upstream, now: float) -> VariantCapacity:
+    state, said = upstream.state(), upstream.capacity
     engine: Mapping[str, Any] = state.get("engine") or {}
     running = engine.get("running")
-    return VariantCapacity(
+    own = VariantCapacity(
         running=state["running"] if running is None else running,
         waiting=state["waiting"] + (engine.get("waiting") or 0),
         at=now,
+    )
+    if said is None:
+        return own
+    return replace(
+        own,
+        ttft_s=said.ttft_s,
+        prompt_tokens_per_s=said.prompt_tokens_per_s,
+        free_output_tokens_per_s=said.free_output_tokens_per_s,
+        free_kv_tokens=said.free_kv_tokens,
+        at=said.at,
     )
 
 

@@ -23,11 +23,13 @@ from headrace.gateway.circuit_breaker import CallPermit, CircuitBreaker
 from headrace.gateway.upstreams import upstream_errors
 from headrace.gateway.upstreams.engine_commands import EngineLoad, command_of, environment_of, load_of
 from headrace.gateway.upstreams.managed_engine import ManagedEngine
+from headrace.gateway.upstreams.remote_capacity import MOST_BYTES, PATH, RemoteCapacity, parse_capacity
 from headrace.gateway.upstreams.request_slots import RequestSlots, RetryBudget
 from headrace.models.config_json import MAX_VOCAB
 from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model, open_tokenizer
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.surfaces import SURFACES
 
 log: Final = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ UPSTREAM_COUNTERS: Final[tuple[UpstreamCounter, ...]] = (
     "usage_wrong",
 )
 _MOST_METRICS: Final = 1024 * 1024  # bytes of a managed engine's metrics
+_CAPACITY_S: Final = 5.0  # after which a reading of a server's capacity says nothing
 _SMOOTHING: Final = 0.2  # weight of the newest time to the first output in the average
 
 
@@ -92,7 +95,8 @@ class Upstream:
         self._reasons: dict[str, int] = {}  # failed attempts
         self._ttft: float | None = None  # seconds, a moving average
         self._failed_checks = 0  # in a row
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._capacity: RemoteCapacity | None = None
         self.engine: ManagedEngine | None = None  # the server, if Headrace runs it
 
     @classmethod
@@ -151,7 +155,9 @@ class Upstream:
         if self.engine is not None:
             await self.engine.start(self)
         elif health_path(self.config):
-            self._watching = asyncio.create_task(self._watch())
+            self._watching.append(asyncio.create_task(self._watch()))
+        if self.config.kind == "headrace" and self.config.capacity_s:
+            self._watching.append(asyncio.create_task(self._watch_capacity()))
 
     def abandon(self) -> None:
         """Do what `close` does for an upstream that was never started."""
@@ -159,9 +165,9 @@ class Upstream:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await self.client.close()
 
     async def _watch(self) -> None:
@@ -185,6 +191,33 @@ class Upstream:
         if self._failed_checks >= config.failures and self.healthy is not False:
             self.healthy = False
             log.warning("the upstream of %s is unhealthy", self.name)
+
+    async def _watch_capacity(self) -> None:
+        while True:
+            await self.read_capacity()
+            await asyncio.sleep(self.config.capacity_s)
+
+    async def read_capacity(self) -> None:
+        """Ask a Headrace server what it could take on. Without an answer, the last reading grows stale."""
+        began = self.clock()
+        try:
+            status, body = await self.client.fetch(PATH, began + self.config.health.timeout_s, MOST_BYTES)
+        except upstream_errors.UpstreamError:
+            return
+        if self._capacity is not None and self._capacity.at > began:
+            return  # a later reading came sooner
+        found = None
+        if status == 200:
+            found = parse_capacity(body, self.config.model or self.name, frozenset(SURFACES), began)
+        if (was := self.capacity is not None and self.capacity.sheds) != (found is not None and found.sheds):
+            log.info("the upstream of %s %s new requests", self.name, "takes" if was else "turns away")
+        self._capacity = found
+
+    @property
+    def capacity(self) -> RemoteCapacity | None:
+        """What the server could take on, if it is a Headrace server that answered lately."""
+        known = self._capacity
+        return known if known is not None and self.clock() - known.at <= _CAPACITY_S else None
 
     def set_healthy(self, healthy: bool) -> None:
         self.healthy = healthy
@@ -211,7 +244,14 @@ class Upstream:
     @property
     def available(self) -> bool:
         """True if a request would be admitted now; for routing."""
-        return self.ready and not self.slots.full and not (self.engine is not None and self.engine.crowded)
+        return self.why_not() is None and not self.slots.full and not (self.engine is not None and self.engine.crowded)
+
+    def why_not(self) -> str | None:
+        """Return why new requests should go elsewhere; None if they may come."""
+        if not self.ready:
+            return "it does not answer"
+        capacity = self.capacity
+        return f"it is {capacity.status}" if capacity is not None and capacity.sheds else None
 
     @property
     def ready(self) -> bool:
@@ -275,7 +315,12 @@ class Upstream:
             **self._counts,
             "reasons": dict(self._reasons),
             **({} if self.engine is None else {"engine": self.engine.state()}),
+            **({} if self._capacity is None else {"capacity": self._capacity_gauges()}),
         }
+
+    def _capacity_gauges(self) -> dict[str, Any]:
+        capacity = self.capacity
+        return {"known": capacity is not None, **({} if capacity is None else capacity.gauges())}
 
 
 def free_port() -> int:
