@@ -12,16 +12,17 @@ from headrace.config.pipeline_section import AssembleStage, GenerateStage, Pipel
 from headrace.errors import RequestError
 from headrace.gateway.serving.exchange import Caller
 from headrace.pipelines.collections.hits import Hit
+from headrace.pipelines.pipelines import Pipelines
 from tests.support.pipeline_runs import HITS, World, hit, says
 from tests.support.running_server import asynchronous
 
 
 class WarmWorld(World):
     def __init__(self, **assemble: Any) -> None:
-        config = PipelineConfig(
+        self.config = PipelineConfig(
             stages=("search", "assemble", "generate"), assemble=AssembleStage(**{"warm": 2, **assemble})
         )
-        super().__init__(config, says(0.25, "Yes."))
+        super().__init__(self.config, says(0.25, "Yes."))
 
     async def asks(self, *hits: Hit, times: int = 1, **request: Any) -> None:
         """Answer a question for which the search finds these passages."""
@@ -134,6 +135,19 @@ async def test_a_passage_that_is_gone_is_let_go(removed: str) -> None:
         world.services.warm.collection_removed("", "docs")
     await world.clock.run(world.settled())
     assert world.kept == ([HITS[1].text] if removed == "document" else [])
+
+
+@asynchronous
+async def test_a_prefix_of_two_pipelines_stays_while_one_of_them_wants_it() -> None:
+    world = WarmWorld(warm=1)
+    world.pipelines = Pipelines({"docs": world.config, "faq": world.config}, world.services, "mini")
+    for name in ("docs", "faq"):
+        await world.asks(HITS[0], times=2, name=name)
+    assert world.kept == [HITS[0].text]
+    await world.asks(HITS[1], times=9, name="docs")
+    assert world.kept == sorted(each.text for each in HITS[:2])
+    await world.asks(HITS[1], times=9, name="faq")
+    assert world.kept == [HITS[1].text]
 
 
 @asynchronous

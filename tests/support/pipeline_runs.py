@@ -133,7 +133,7 @@ class FakeModels:
         self.ranked: list[list[str]] = []
         self.rank_s = 0.0
         self.prices: dict[str, Price] = {}
-        self.prefixes: set[tuple[str, tuple[int, ...]]] = set()  # that engines keep: tenant and tokens
+        self.owners: set[tuple[str, str, tuple[int, ...]]] = set()  # of prefixes: owner, tenant and tokens
         self.keeping: Exception | None = None  # why they keep none
         self._clock = clock
         self._script = script
@@ -163,10 +163,15 @@ class FakeModels:
         system = "".join(str(each["content"]) for each in first.messages or [] if each["role"] == "system")
         return tuple(map(ord, system + "".join(source.text for source in first.sources)))
 
-    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool) -> None:
+    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool, owner: str) -> None:
         if self.keeping is not None:
             raise self.keeping
-        (self.prefixes.add if keep else self.prefixes.remove)((caller.tenant, tuple(tokens)))
+        (self.owners.add if keep else self.owners.remove)((owner, caller.tenant, tuple(tokens)))
+
+    @property
+    def prefixes(self) -> set[tuple[str, tuple[int, ...]]]:
+        """The prefixes that engines keep: tenant and tokens."""
+        return {(tenant, tokens) for _, tenant, tokens in self.owners}
 
     def token_counter(self, caller: Caller, name: str) -> Callable[[str], int]:
         return lambda text: len(text.split())
@@ -239,17 +244,19 @@ class World:
     def _run_background(self, work: Coroutine[Any, Any, Any]) -> None:
         self.background.append(asyncio.ensure_future(work))
 
-    def open(self, text: str = QUESTION, *, caller: Caller | None = None, **request: Any) -> PipelineRun:
+    def open(
+        self, text: str = QUESTION, *, name: str = "docs", caller: Caller | None = None, **request: Any
+    ) -> PipelineRun:
         options = PipelineOptions(**request.pop("pipeline", {}))
         asked = TextRequest(
-            model=f"{PIPELINE_PREFIX}docs",
+            model=f"{PIPELINE_PREFIX}{name}",
             messages=request.pop("messages", [{"role": "user", "content": text}]),
             pipeline=options,
             **request,
         )
         caller = Caller() if caller is None else caller
         exchange = Exchange(
-            caller=caller, text_request=asked, served=self.pipelines.find(caller, "docs"), arrival=self.clock.now
+            caller=caller, text_request=asked, served=self.pipelines.find(caller, name), arrival=self.clock.now
         )
         return self.pipelines.open(exchange)
 

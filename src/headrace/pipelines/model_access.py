@@ -65,13 +65,13 @@ class ModelAccess:
             shared += 1
         return prompts[0][:shared]
 
-    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool) -> None:
-        """Have the engines of a variant keep a prefix of the caller's tenant, or let it go. HeadraceError if they
-        cannot."""
+    async def keep_prefix(self, caller: Caller, name: str, tokens: Sequence[int], *, keep: bool, owner: str) -> None:
+        """Have the engines of a variant keep a prefix of the caller's tenant for an owner, or let it go. HeadraceError
+        if they cannot."""
         engine = self.find(caller, name).engine
         if not isinstance(engine, PrefixKeeper):
             raise RequestError(f"The engine of '{name}' keeps no prefixes.")
-        await engine.pin(tokens, caller.tenant, keep=keep)
+        await engine.pin(tokens, caller.tenant, keep=keep, owner=owner)
 
     async def rank(self, whole: Exchange, name: str, query: str, texts: Sequence[str], surface: str) -> list[float]:
         """Return a score for each text: a reranker's, or the cosine of embeddings."""

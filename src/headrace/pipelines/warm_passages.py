@@ -212,10 +212,10 @@ class WarmPassages:
                 if not drop and not add:
                     return
                 for each in add:  # first, so that no block that both have is evicted in between
-                    each.is_kept = await self._pin(kept, each, keep=True)
+                    each.is_kept = await self._pin(name, kept, each, keep=True)
                 for each in drop:
                     each.is_kept = False
-                    await self._pin(kept, each, keep=False)
+                    await self._pin(name, kept, each, keep=False)
                 for key in [key for key, each in kept.known.items() if each.is_gone and not each.is_kept]:
                     del kept.known[key]
         except Exception as error:
@@ -259,10 +259,11 @@ class WarmPassages:
         except (ApiError, HeadraceError) as error:
             self._failed(kept, each, error)
 
-    async def _pin(self, kept: _Kept, each: _Beginning, *, keep: bool) -> bool:
+    async def _pin(self, name: str, kept: _Kept, each: _Beginning, *, keep: bool) -> bool:
         """Return whether it was done."""
+        owner = f"pipeline/{name}/{each.keys[-1].hex()}"  # other beginnings may have the same tokens
         try:
-            await self._models.keep_prefix(each.caller, each.request.model, each.tokens, keep=keep)
+            await self._models.keep_prefix(each.caller, each.request.model, each.tokens, keep=keep, owner=owner)
         except (ApiError, HeadraceError) as error:
             self._failed(kept, each, error)
             return False

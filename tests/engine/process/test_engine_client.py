@@ -553,7 +553,7 @@ async def test_a_worker_that_comes_back_gets_the_pins_again_before_any_request(t
 
 
 @asynchronous
-async def test_a_pin_that_one_worker_rejects_is_kept_by_none(tmp_path: Path) -> None:
+async def test_a_pin_that_one_worker_rejects_is_kept_by_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with two(tmp_path) as (first, second, client):
         pinning = asyncio.create_task(client.pin([1] * 16))
         accepted, rejected = await first.received.get(), await second.received.get()
@@ -561,10 +561,39 @@ async def test_a_pin_that_one_worker_rejects_is_kept_by_none(tmp_path: Path) -> 
         assert isinstance(rejected, wire.Pin)
         first.say(wire.Pinned(accepted.number))
         second.say(wire.Pinned(rejected.number, "no room"))
+        for worker, reason in ((first, None), (second, "not pinned there")):
+            undone = await worker.received.get()
+            assert isinstance(undone, wire.Pin)
+            assert not undone.keep
+            worker.say(wire.Pinned(undone.number, reason))
         with pytest.raises(RequestError, match="no room"):
             await pinning
-        undone = await first.received.get()
-        assert isinstance(undone, wire.Pin)
-        assert not undone.keep
         with pytest.raises(RequestError, match="not pinned"):
             await client.pin([1] * 16, keep=False)
+    assert "not pinned there" not in caplog.text  # of no interest: that worker has rejected it
+
+
+@asynchronous
+async def test_a_prefix_is_kept_until_its_last_owner_lets_it_go(tmp_path: Path) -> None:
+    async with one_of(tmp_path / "s") as (worker, client):
+
+        async def tells(*, keep: bool, call: Coroutine[Any, Any, None]) -> int:
+            """Answer the one message that a call sends, and return its number of tokens."""
+            calling = asyncio.create_task(call)
+            pin = await worker.received.get()
+            assert isinstance(pin, wire.Pin)
+            assert pin.keep is keep
+            worker.say(wire.Pinned(pin.number))
+            await calling
+            return len(pin.tokens)
+
+        for owner in ("a", "b", "b"):
+            await tells(keep=True, call=client.pin([1] * 16, owner=owner))
+        await client.pin([1] * 16, keep=False, owner="a")  # without a message
+        with pytest.raises(RequestError, match="not pinned"):
+            await client.pin([1] * 16, keep=False, owner="a")
+        # Its blocks are those of a longer prefix, whose last tokens fill no block.
+        await tells(keep=True, call=client.pin([1] * 20, owner="c"))
+        await client.pin([1] * 16, keep=False, owner="b")
+        assert await tells(keep=False, call=client.pin([1] * 20, keep=False, owner="c")) == 20
+        assert worker.received.empty()

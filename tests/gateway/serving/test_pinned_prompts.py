@@ -29,7 +29,9 @@ class PinningEngine(FakeEngine):
         self.pins: dict[tuple[str, tuple[int, ...]], bool] = {}  # salt and tokens -> public
         self.full = False
 
-    async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
+    async def pin(
+        self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True, owner: str = ""
+    ) -> None:
         if self.full and keep:
             raise RequestError("no room", parameter="pin")
         if keep:

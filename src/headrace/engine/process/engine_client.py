@@ -271,12 +271,15 @@ class EngineClient:
         """Ask every replica to free an adapter. One that requests use stays until another needs its memory."""
         self._send_to_all(wire.DropAdapter(digest))
 
-    async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None:
-        """Keep a prefix in every replica's memory, or stop keeping it (`keep=False`). See `KeptPrefixes`."""
+    async def pin(
+        self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True, owner: str = ""
+    ) -> None:
+        """Keep a prefix in every replica's memory for an owner, or stop keeping it (`keep=False`). See
+        `KeptPrefixes`."""
         if keep:
-            await self._prefixes.keep(tokens, salt, public=public)
+            await self._prefixes.keep(tokens, salt, public=public, owner=owner)
         else:
-            await self._prefixes.drop(tokens, salt)
+            await self._prefixes.drop(tokens, salt, owner=owner)
 
     async def take_pins(self, other: EngineClient) -> None:
         """Keep what another client keeps, before it is replaced by this one."""

@@ -34,7 +34,9 @@ PinStatus = Literal["computing", "pinned", "failed"]
 class PrefixKeeper(Protocol):
     """An engine that can keep prefixes."""
 
-    async def pin(self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True) -> None: ...
+    async def pin(
+        self, tokens: Sequence[int], salt: str = "", *, public: bool = False, keep: bool = True, owner: str = ""
+    ) -> None: ...
 
 
 class Pin(msgspec.Struct, frozen=True):
