@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import WRONG_USAGE, main
 from headrace.config import ConfigError
 from headrace.engine.executors.memory import gib
-from headrace.models.vision.vision_folder import tower_bytes
+from headrace.models.vision.vision_folder import image_bytes
 from headrace.server.config_checks import load_config
 from headrace.server.deployment_checks import check_deployment
 from tests.support.tiny_vision import write_vision_model
@@ -54,7 +54,7 @@ def test_the_image_part_counts_in_the_memory(check: Check, tmp_path: Path, monke
     monkeypatch.setenv("HEADRACE_MEMORY_GIB", "1")
     folder = write_vision_model(tmp_path / "images")
     found = check(f'[models.tiny]\npath = "{folder}"\noptions.kv_tokens = 100_000_000')["models.tiny.options.kv_tokens"]
-    assert found.endswith(f"tokens, besides {gib(tower_bytes(folder))} of the image part")
+    assert found.endswith(f"tokens, besides {gib(image_bytes(folder, 'auto', 16384))} of the image part")
 
 
 def test_models_are_looked_for_and_opened(check: Check, tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:

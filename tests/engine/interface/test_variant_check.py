@@ -27,6 +27,7 @@ from tests.support.tiny_engine import open_tiny
         ({"draft_model": "draft"}, "draft_model"),
         ({"draft_weights": "int5"}, "draft_weights"),
         ({"image_weights": "int4"}, "image_weights"),
+        ({"image_patches": 0}, "image_patches"),
         ({"speculation": "self"}, "skip_layers"),
         ({"skip_layers": [1]}, "skip_layers"),
         ({"speculation": "heads"}, "draft_heads"),

@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.gateway.serving import fingerprint
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors
+from headrace.models.vision.encoding_memory import encoding_bytes
 from headrace.models.vision.pixels import read_tiles
 from headrace.models.vision.vision_folder import VisionFolder, open_vision, tower_bytes
 from headrace.variant import Variant
@@ -54,7 +55,7 @@ def test_int8_takes_less_memory_and_all_of_it_is_counted(tmp_path: Path) -> None
     rows, inputs = vision.extras["projection"].shape
     assert packed + exact < sizes[2] < packed + exact + 2 * rows * inputs
     need = memory_of(open_model(path), Variant(model=str(path), context=64, image_weights="int8"))
-    assert need.images == sizes[2]
+    assert need.images == sizes[2] + encoding_bytes(vision.tower, vision.tower.side**2)
 
 
 def test_another_precision_has_another_fingerprint(tmp_path: Path) -> None:

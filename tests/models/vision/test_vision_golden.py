@@ -25,6 +25,7 @@ from headrace.errors import ModelError, RequestError
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.vision.encoding_memory import encoding_bytes
 from headrace.models.vision.image_layout import ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision, read_layout, tower_bytes
@@ -292,7 +293,9 @@ def test_the_image_part_counts_in_the_memory_of_a_served_model(tmp_path: Path) -
     weights = load_tensors(vision.folder, plan, _core.Pool(1), cache=None).bytes
     extras = sum(values.nbytes for values in vision.extras.values())
     need = memory_of(open_model(path), Variant(model=str(path), context=64))
-    assert need.images == tower_bytes(path) == weights + extras > 0
+    assert tower_bytes(path) == weights + extras > 0
+    side = vision.tower.side
+    assert need.images == tower_bytes(path) + encoding_bytes(vision.tower, side**2)
     assert need.total == need.weights + need.kv + need.images
     (path / "preprocessor_config.json").write_text("{}")
     assert tower_bytes(path) == 0  # it is not loaded

@@ -37,7 +37,7 @@ from headrace.models.prediction_module import JOIN_NAMES
 from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
 from headrace.models.spec import ModelSpec, RecurrentSpec, is_product
 from headrace.models.step_work import StepWork, step_work
-from headrace.models.vision.vision_folder import tower_bytes
+from headrace.models.vision.vision_folder import image_bytes
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
@@ -69,7 +69,7 @@ def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     context = default_context(folder.spec) if variant.context is None else variant.context
     own = own_module(folder, variant)
     need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens, own)
-    return msgspec.structs.replace(need, images=tower_bytes(folder.path, variant.image_weights))
+    return msgspec.structs.replace(need, images=image_bytes(folder.path, variant.image_weights, variant.image_patches))
 
 
 def _memory_need(

@@ -1,7 +1,7 @@
 """Compares the memory that a model needs with what this process may use, before anything is read.
 
-Counts what a step touches: the packed weights and the KV memory, and the weights of the image part. Scratch memory and
-the tokenizer are small beside.
+Counts what a step touches: the packed weights and the KV memory, and the weights of the image part with the memory that
+its largest image takes. Other scratch memory and the tokenizer are small beside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     kv_token: int  # KV memory of one token
     kv_tokens: int
     states: int = 0  # recurrent states
-    images: int = 0  # weights of the image part, where images are read
+    images: int = 0  # of the image part, where images are read: weights, and to encode the largest
     drafts: int = 0  # weights and KV memory of the model's own prediction module, where it drafts
 
     @property

@@ -67,6 +67,7 @@ class PatchTower:
     def _steps(self, rows: int) -> EncoderSteps:
         if self._kept is not None and self._kept.rows >= rows:
             return self._kept
+        self._kept = None  # its memory and that of a larger one are never held together
         steps = EncoderSteps(self._tower.encoder, self._tensors, self._pool, self._isa, rows)
         if rows <= _KEPT_ROWS:
             self._kept = steps

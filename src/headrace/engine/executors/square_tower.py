@@ -71,6 +71,11 @@ class EncoderSteps:
         self._kept = sum(layer.kept for layer in spec.layers)
         self.rows = rows
 
+    @property
+    def bytes(self) -> int:
+        """The memory of a step: of keys and values, and of the core's rows."""
+        return self._kv.bytes_per_block * self._tables.size + self._model.scratch_bytes
+
     def compute(
         self, rows: Floats, *, spans: NDArray[np.int32] | None = None, places: NDArray[np.int32] | None = None
     ) -> Floats:

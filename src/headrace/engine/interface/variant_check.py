@@ -44,7 +44,7 @@ def check_variant(variant: Variant) -> None:
     if variant.draft_weights is not None and variant.draft_weights not in AUTOS:
         parse_precision(variant.draft_weights, parameter="draft_weights")
     check_image_weights(variant.image_weights)
-    for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts"):
+    for name in ("threads", "context", "kv_tokens", "max_rows", "queued_sequences", "most_drafts", "image_patches"):
         value = getattr(variant, name)
         if value is not None and value < 1:
             raise RequestError(f"'{name}' must be at least 1, not {value}.", parameter=name)

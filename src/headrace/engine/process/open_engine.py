@@ -42,7 +42,7 @@ from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.vision_folder import tower_bytes
+from headrace.models.vision.vision_folder import image_bytes
 from headrace.models.weight_cache import cache_folder
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
@@ -86,7 +86,7 @@ def open_variant(
         _check_recurrent(variant)
     clock.end("folder")
     own = own_module(folder, variant)
-    images = tower_bytes(folder.path, variant.image_weights) if reads_images else 0
+    images = image_bytes(folder.path, variant.image_weights, variant.image_patches) if reads_images else 0
     executor = _load(folder, variant, own, progress, images=images)
     clock.end("weights and KV memory")
     spec, capacity = executor.spec, executor.capacity

@@ -198,7 +198,8 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
         cache=cache_folder() if variant.cache else None,
         weights=variant.image_weights,
     )
-    return {"images": ImageReader(name, vision, encoder, engine.tokenizer, config.images)}
+    reader = ImageReader(name, vision, encoder, engine.tokenizer, config.images, patches=variant.image_patches)
+    return {"images": reader}
 
 
 def _description(folder: ModelFolder, variant: Variant) -> ModelDescription:

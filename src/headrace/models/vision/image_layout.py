@@ -79,6 +79,11 @@ class ImageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tiles of an image of this size. RequestError for one that the model cannot take."""
         raise NotImplementedError
 
+    @property
+    def most_pixels(self) -> int:
+        """The pixels of the largest image that the tower computes; 0 where tiles have one size."""
+        return 0
+
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         """Return the text whose tokens take the mark's place in a prompt."""
         raise NotImplementedError

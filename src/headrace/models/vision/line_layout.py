@@ -28,6 +28,10 @@ class LineLayout(ImageLayout, frozen=True, kw_only=True):
         scaled = Size(rows * self.square, columns * self.square)
         return ImageGrid(scaled, scaled, 0, 0, columns, line_runs=rows)
 
+    @property
+    def most_pixels(self) -> int:
+        return (-(-self.longest_edge // self.square) * self.square) ** 2
+
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         line = texts.image * grid.tile_tokens
         return self.line_end.join([line] * grid.runs) + self.image_end

@@ -46,6 +46,10 @@ class PatchLayout(ImageLayout, frozen=True, kw_only=True):
             height, width = (math.ceil(each * grow / square) * square for each in size)
         return Size(height, width)
 
+    @property
+    def most_pixels(self) -> int:
+        return self.most
+
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         return texts.image * grid.tile_tokens
 

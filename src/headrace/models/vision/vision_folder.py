@@ -30,6 +30,7 @@ from headrace.models.precision import AUTO, WeightPlan, check_image_weights, par
 from headrace.models.text.tokenizer_files import read_folder
 from headrace.models.vision import patch_layout, square_layout
 from headrace.models.vision.clip_layout import read_clip
+from headrace.models.vision.encoding_memory import encoding_bytes, most_patches
 from headrace.models.vision.image_layout import ImageLayout, check_preprocessor, read_preprocessor
 from headrace.models.vision.line_layout import read_lines
 from headrace.models.vision.patch_layout import read_patches
@@ -89,14 +90,31 @@ def open_vision(path: Path) -> VisionFolder:
 def tower_bytes(path: Path, weights: str = AUTO) -> int:
     """Return the bytes of the image part's weights in memory, at a precision; 0 for a model whose images are not read.
     Reads no weights."""
-    if not has_vision(path):
+    vision = _read_vision(path)
+    return 0 if vision is None else _weight_bytes(vision, weights)
+
+
+def image_bytes(path: Path, weights: str, patches: int) -> int:
+    """Return the bytes of the image part's weights, and of the memory in which it encodes the largest image, of at most
+    `patches`; 0 for a model whose images are not read. Reads no weights."""
+    vision = _read_vision(path)
+    if vision is None:
         return 0
+    largest = most_patches(vision.tower, vision.layout, patches)
+    return _weight_bytes(vision, weights) + encoding_bytes(vision.tower, largest)
+
+
+def _read_vision(path: Path) -> VisionFolder | None:
+    if not has_vision(path):
+        return None
     try:
-        tower, folder = _open_tower(path)
-        _check_extras(folder, tower)
-        read_layout(path, tower)
+        return open_vision(path)
     except ModelError:
-        return 0  # the server says why when it opens the model, and serves text
+        return None  # the server says why when it opens the model, and serves text
+
+
+def _weight_bytes(vision: VisionFolder, weights: str) -> int:
+    tower, folder = vision.tower, vision.folder
     plan = _plan(folder, weights)
     return packed_size(folder.spec, folder.shapes, plan) + sum(_extra_bytes(extra, plan) for extra in tower.extras)
 
