@@ -20,6 +20,7 @@ from headrace.engine.executors.clip_tower import ClipTower
 from headrace.engine.executors.cpu_executor import choose_isa
 from headrace.engine.executors.patch_tower import PatchTower
 from headrace.engine.executors.square_tower import SquareTower
+from headrace.engine.interface.image_rows import AbandonedError
 from headrace.models.families.vision.vision_tower import Connector
 from headrace.models.packing import load_tensors
 from headrace.models.precision import AUTO
@@ -60,10 +61,16 @@ class ImageEncoder:
         self._thread = ThreadPoolExecutor(1, "headrace-images", initializer=_yield_to_decoding)
         self._weights: Future[Tower] = self._thread.submit(self._load)
 
-    def submit(self, tiles: Callable[[], Floats], grid: ImageGrid | None = None) -> Future[Floats]:
+    def submit(
+        self,
+        tiles: Callable[[], Floats],
+        grid: ImageGrid | None = None,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> Future[Floats]:
         """Encode what `tiles` returns, which is called in the encoder's thread: [tiles, channels, height, width]. The
-        result is [runs of tokens, tokens of a run, width] as the grid says, or else one run for each tile."""
-        return self._thread.submit(self._encode, tiles, grid)
+        result is [runs of tokens, tokens of a run, width] as the grid says, or else one run for each tile. It is
+        AbandonedError if `is_abandoned` returns True before a tile begins."""
+        return self._thread.submit(self._encode, tiles, grid, is_abandoned)
 
     def encode(self, tiles: Floats, grid: ImageGrid | None = None) -> Floats:
         return self.submit(lambda: tiles, grid).result()
@@ -81,14 +88,24 @@ class ImageEncoder:
         opened = _TOWERS[self.vision.tower.connector]
         return opened(self.vision, pool, tensors.tensors, self._isa, self._plan.default)
 
-    def _encode(self, tiles: Callable[[], Floats], grid: ImageGrid | None) -> Floats:
+    def _encode(self, tiles: Callable[[], Floats], grid: ImageGrid | None, is_abandoned: Callable[[], bool]) -> Floats:
         tower = self._weights.result()
-        features = np.stack([tower.encode(tile) for tile in tiles()])
+        _go_on(is_abandoned)
+        found: list[Floats] = []
+        for tile in tiles():
+            _go_on(is_abandoned)
+            found.append(tower.encode(tile))
+        features = np.stack(found)
         if grid is None:
             return features
         if isinstance(tower, ClipTower):
             features = tower.packed(features, grid)
         return features.reshape(grid.runs, grid.tile_tokens, -1)
+
+
+def _go_on(is_abandoned: Callable[[], bool]) -> None:
+    if is_abandoned():
+        raise AbandonedError
 
 
 def _yield_to_decoding() -> None:

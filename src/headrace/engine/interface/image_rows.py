@@ -18,6 +18,10 @@ from headrace.errors import RequestError
 _POSITIVE: Final = 2**63 - 1
 
 
+class AbandonedError(Exception):
+    """No client waits for the image any more, so the rest of its tiles are not encoded."""
+
+
 class ImageRows(msgspec.Struct, frozen=True):
     """Features of an image, or of a part of one, that take the place of prompt tokens' embeddings.
 

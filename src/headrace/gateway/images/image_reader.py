@@ -1,7 +1,7 @@
 """ImageReader: what one model makes of images: their tokens in a prompt, and their features.
 
 Sizes and tokens are known from a file's header, so limits and caches come before an image is decoded and encoded. The
-encoder has threads of its own; at most `images.queued` images wait for them.
+encoder has threads of its own; at most `images.queued` images wait for them, and tenants take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ from headrace.engine.interface.image_rows import ImageRows
 from headrace.engine.process.wire import MOST_FRAME
 from headrace.errors import HeadraceError, RequestError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
+from headrace.gateway.images.encoding_queue import EncodingQueue
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
 from headrace.gateway.images.message_images import decode_data_url, template_parts
 from headrace.models.families.vision.vision_tower import TowerSpec
@@ -82,17 +83,17 @@ class ImageReader:
         self._config = config
         self._patches = patches
         self._cache = FeatureCache(config.cache_bytes, name)
-        self._running: dict[FeatureKey, asyncio.Future[Tiles]] = {}
+        self._queue: EncodingQueue[Tiles] = EncodingQueue(metrics.images_waiting.labels(name).set)
         self._texts = image_texts(self._tower, tokenizer)
         template = tokenizer.template
         self._takes_parts = template is not None and "type" in template.source
 
     async def finish(self, timeout: float) -> None:
         """Return when every image that waits is encoded, or after `timeout` seconds."""
-        if self._running:
-            await asyncio.wait(list(self._running.values()), timeout=timeout)
+        await self._queue.finish(timeout)
 
     async def close(self) -> None:
+        self._queue.close()
         await asyncio.to_thread(self._encoder.close)
 
     # Shape
@@ -230,37 +231,26 @@ class ImageReader:
         found = self._cache.find(key)
         if found is not None:
             return found
-        running = self._running.get(key)
-        if running is None:
-            if len(self._running) >= self._config.queued:
-                raise ApiError(
-                    f"{len(self._running)} images wait to be encoded. Try again later.",
-                    kind="overloaded_error",
-                    code="overloaded",
-                    retry_after=1.0,
-                )
-            running = self._running[key] = asyncio.ensure_future(self._encoded(key, image))
-            running.add_done_callback(lambda task: self._ended(key, task))
-            metrics.images_waiting.labels(self._name).set(len(self._running))
+        if key not in self._queue and len(self._queue) >= self._config.queued:
+            raise ApiError(
+                f"{len(self._queue)} images wait to be encoded. Try again later.",
+                kind="overloaded_error",
+                code="overloaded",
+                retry_after=1.0,
+            )
         try:
-            return await asyncio.shield(running)
+            return await self._queue.encoded(key, partial(self._encoded, key, image))
         except HeadraceError as error:
             raise _about_messages(error) from None
 
-    async def _encoded(self, key: FeatureKey, image: MeasuredImage) -> Tiles:
+    async def _encoded(self, key: FeatureKey, image: MeasuredImage, is_abandoned: Callable[[], bool]) -> Tiles:
         began = time.monotonic()
         read = partial(read_tiles, image.data, self._layout, self._config.pixels)
-        features = await asyncio.wrap_future(self._encoder.submit(read, image.grid))
+        features = await asyncio.wrap_future(self._encoder.submit(read, image.grid, is_abandoned))
         metrics.image_seconds.labels(self._name).observe(time.monotonic() - began)
         tiles = tuple(np.ascontiguousarray(tile, dtype="<f4").tobytes() for tile in features)
         self._cache.keep(key, tiles)
         return tiles
-
-    def _ended(self, key: FeatureKey, task: asyncio.Future[Tiles]) -> None:
-        self._running.pop(key, None)
-        metrics.images_waiting.labels(self._name).set(len(self._running))
-        if not task.cancelled():
-            task.exception()  # seen, whether or not a client still waits
 
 
 def image_texts(tower: TowerSpec, tokenizer: Tokenizer) -> ImageTexts:
