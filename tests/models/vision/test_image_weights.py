@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import memory_of
@@ -65,6 +67,32 @@ def test_another_precision_has_another_fingerprint(tmp_path: Path) -> None:
         fingerprint.of_model(folder, Variant(model=str(path), image_weights=each)) for each in ("auto", "f32", "int8")
     }
     assert len(found) == 3
+
+
+def test_another_image_part_or_preparation_has_another_fingerprint_and_digest(tmp_path: Path) -> None:
+    path = write_vision_model(tmp_path / "model")
+    variant = Variant(model=str(path))
+
+    def found() -> tuple[str, bytes]:
+        encoder = ImageEncoder(open_vision(path))
+        encoder.close()
+        return fingerprint.of_model(open_model(path), variant), encoder.digest
+
+    seen = [found()]
+    assert found() == seen[0]
+    tensors = load_file(path / "model.safetensors")
+    changed = {name: tensor * 1.5 if "vision" in name else tensor for name, tensor in tensors.items()}
+    (path / "model.safetensors").unlink()
+    save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+    seen.append(found())
+    file = path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.25, 0.5, 0.5]}))
+    seen.append(found())
+    for each in zip(*seen, strict=True):
+        assert len(set(each)) == 3
+    encoder = ImageEncoder(open_vision(path), weights="int8")
+    encoder.close()
+    assert encoder.digest not in {digest for _, digest in seen}
 
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from headrace.engine.executors.image_encoder import ImageEncoder
 from headrace.engine.interface.request import GenerationRequest
+from headrace.engine.process.open_engine import open_variant
 from headrace.errors import ModelError
+from headrace.gateway.serving.fingerprint import of_model
 from headrace.models.model_folder import open_model
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import has_vision, open_vision, tower_bytes
+from headrace.variant import Variant
 from tests.models.gguf.gguf_models import write_gguf
 from tests.models.vision.test_gemma3_vision import write_gemma3
 from tests.support.tiny_engine import one, open_tiny
@@ -213,3 +217,49 @@ def test_several_image_parts_are_refused(made: Callable[[str], tuple[Path, Path]
     assert has_vision(tmp_path / "model.gguf")
     with pytest.raises(ModelError, match=r"several image parts: b\.mmproj\.gguf, mmproj-a\.gguf"):
         open_vision(tmp_path / "model.gguf")
+
+
+def negated(folder: Path, copy: Path) -> Path:
+    """Copy a folder with another connector of its image part."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    changed = {name: -tensor if "connector" in name else tensor for name, tensor in tensors.items()}
+    save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_a_replaced_image_part_reuses_no_kv_and_no_answers(
+    made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, file = made("smolvlm")
+    model, image_part = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    model.symlink_to(file)
+
+    def ask(disk: Path | None) -> tuple[str, tuple[bytes, ...], tuple[int, ...], int]:
+        tokens, rows = prompt_of(model, open_vision(model), "see ", picture(100, 60), " this")
+        options = {} if disk is None else {"kv_disk_bytes": 1 << 26, "kv_disk_folder": str(disk)}
+        variant = Variant.of(
+            str(model), weights="f32", kv="f32", context=512, threads=1, cache=False, **cast("Any", options)
+        )
+        opened = open_variant(variant)
+        asked = GenerationRequest(
+            id="a", prompt=tokens, images=rows, max_tokens=8, min_tokens=8, stop_ids=frozenset({1})
+        )
+        found = one(opened.engine, asked)
+        opened.engine.close()
+        assert found.ending is not None
+        cached = found.ending.usage.cached_tokens
+        return of_model(opened.folder, variant), tuple(row.digest for row in rows), tuple(found.tokens), cached
+
+    write_mmproj(image_part, folder)
+    first = ask(tmp_path / "kv")
+    again = ask(tmp_path / "kv")
+    assert again[:3] == first[:3]
+    assert (first[3], again[3] > 0) == (0, True)
+    image_part.unlink()
+    write_mmproj(image_part, negated(folder, tmp_path / "other"))
+    fresh, replaced = ask(None), ask(tmp_path / "kv")
+    assert replaced == fresh
+    assert replaced[3] == 0
+    assert replaced[0] != first[0]
+    assert not set(replaced[1]) & set(first[1])

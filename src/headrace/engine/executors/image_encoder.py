@@ -25,6 +25,7 @@ from headrace.models.families.vision.vision_tower import Connector
 from headrace.models.packing import load_tensors
 from headrace.models.precision import AUTO
 from headrace.models.vision.image_layout import ImageGrid
+from headrace.models.vision.image_part_digest import image_part_digest
 from headrace.models.vision.vision_folder import VisionFolder
 
 Floats = NDArray[np.float32]
@@ -58,6 +59,7 @@ class ImageEncoder:
         self._cache = cache
         self.weights = weights
         self._plan = vision.plan(weights)
+        self.digest = image_part_digest(vision, self._plan)  # of everything but the image that features depend on
         self._thread = ThreadPoolExecutor(1, "headrace-images", initializer=_yield_to_decoding)
         self._weights: Future[Tower] = self._thread.submit(self._load)
 

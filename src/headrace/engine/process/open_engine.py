@@ -42,7 +42,7 @@ from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.vision_folder import image_bytes
+from headrace.models.vision.vision_folder import image_bytes, own_files
 from headrace.models.weight_cache import cache_folder
 from headrace.surfaces import surfaces_with
 from headrace.variant import Variant
@@ -244,8 +244,10 @@ def _speculator(
 
 
 def _kv_identity(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -> KvIdentity:
+    # With the image part of a GGUF model, which is a file of its own: KV of images depends on it.
+    files = (*folder.weights.files, *own_files(folder.path))
     return kv_identity(
-        weights_digest=content_digest(folder.weights.files, index_dir=cache_folder() if variant.cache else None),
+        weights_digest=content_digest(files, index_dir=cache_folder() if variant.cache else None),
         spec=executor.spec,
         plan=executor.plan,
         kv=executor.kv_type,

@@ -26,7 +26,6 @@ from headrace.gateway.images.encoding_queue import EncodingQueue
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
 from headrace.gateway.images.message_images import decode_data_url, template_parts
 from headrace.models.families.vision.vision_tower import TowerSpec
-from headrace.models.precision import AUTO
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.text.user_text import UserText, join
 from headrace.models.vision.encoding_memory import image_patches
@@ -212,13 +211,13 @@ class ImageReader:
                 "messages",
             )
         tiles = await asyncio.gather(*(self._features(tenant, each.image) for each in images))
-        # Features of another precision are others, also for KV that outlives the server.
-        precision = b"" if self._encoder.weights == AUTO else self._encoder.weights.encode()
+        # Another image part has other features, also for KV that outlives the server.
+        encoder = self._encoder.digest
         return tuple(
             ImageRows(
                 start,
                 each.tile_tokens,
-                hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8]) + precision).digest(),
+                hashlib.sha256(each.image.digest + bytes([place & 255, place >> 8]) + encoder).digest(),
                 data,
                 each.image.grid.places,
             )

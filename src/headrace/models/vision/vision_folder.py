@@ -56,6 +56,12 @@ class VisionFolder(NamedTuple):
         """Tensors of `tower.extras`, as matrices and vectors. They are read each time."""
         return {extra.name: _extra(self.folder, extra) for extra in self.tower.extras}
 
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """Names in the files of all tensors that features are computed from."""
+        parts = (part.name for parts in self.folder.sources.values() for part in parts)
+        return frozenset(parts) | {_extra_name(self.folder, extra) for extra in self.tower.extras}
+
     def plan(self, weights: str = AUTO) -> WeightPlan:
         """Return the precision of the tower's products: f32, bf16 or int8. "auto" is bf16 where the files hold it, so
         that f32 would only take more memory, or else f32."""
@@ -117,6 +123,17 @@ def _weight_bytes(vision: VisionFolder, weights: str) -> int:
     tower, folder = vision.tower, vision.folder
     plan = _plan(folder, weights)
     return packed_size(folder.spec, folder.shapes, plan) + sum(_extra_bytes(extra, plan) for extra in tower.extras)
+
+
+def own_files(path: Path) -> tuple[Path, ...]:
+    """Return the weight files that the image part does not share with the text part: that of a GGUF model, if Headrace
+    reads it."""
+    if not path.is_file() or not has_mmproj(path):
+        return ()
+    try:
+        return _open_mmproj(path)[1].weights.files
+    except ModelError:
+        return ()
 
 
 def _extra_bytes(extra: TowerTensor, plan: WeightPlan) -> int:
