@@ -238,6 +238,7 @@ async def test_prefetched_passages_are_used_by_the_next_question_and_counted() -
     outcome = await world.run("Which port?")
     assert outcome.stage("search")["cache"] == "prefetch"
     assert world.pipelines.described(Caller())[0]["prefetch"]["used"] == 1
+    assert world.pipelines.described(Caller("key", "other"))[0]["prefetch"] == {}
 
 
 @asynchronous

@@ -151,6 +151,20 @@ async def test_a_prefix_of_two_pipelines_stays_while_one_of_them_wants_it() -> N
 
 
 @asynchronous
+async def test_a_busy_tenant_leaves_the_others_their_share() -> None:
+    world = WarmWorld()
+    a, b = Caller("key", "a"), Caller("key", "b")
+    await world.asks(HITS[0], times=2, caller=a)
+    for each in HITS[1:]:
+        await world.asks(each, times=9, caller=b)
+    assert world.kept == sorted(each.text for each in (HITS[0], HITS[1]))
+    assert {tenant for tenant, _ in world.models.prefixes} == {"a", "b"}
+    world.clock.now += 24 * 3600.0  # a has left
+    await world.asks(HITS[2], times=2, caller=b)
+    assert world.kept == sorted(each.text for each in HITS[1:])
+
+
+@asynchronous
 async def test_tenants_do_not_share_a_kept_passage() -> None:
     world = WarmWorld(order="warm")
     await world.asks(HITS[2], times=2, caller=Caller("key", "a"))

@@ -143,7 +143,7 @@ class Pipelines:
             ],
         }
         if config.prefetch:
-            entry["prefetch"] = dict(self._prefetcher.counts.get(name, {}))
+            entry["prefetch"] = self._prefetcher.described(name, tenant)
         if config.assemble.warm:
             entry["warm"] = self.services.warm.described(name, tenant)
         return entry

@@ -35,7 +35,11 @@ class Prefetcher:
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._waiting = 0
         self._unused: OrderedDict[bytes, bool] = OrderedDict()  # keys of results that no question has used
-        self.counts: dict[str, dict[str, int]] = {}  # by pipeline: fetched, used, dropped, failed
+        self._counts: dict[tuple[str, str], dict[str, int]] = {}  # by pipeline and tenant
+
+    def described(self, name: str, tenant: str) -> dict[str, int]:
+        """Return how many searches for a tenant were fetched, used, dropped and failed."""
+        return dict(self._counts.get((name, tenant), {}))
 
     def prefetch(self, state: RunState) -> None:
         """Begin to search for the follow-up questions of a run, in the background."""
@@ -88,6 +92,6 @@ class Prefetcher:
             self._waiting -= 1
 
     def _count(self, state: RunState, outcome: str) -> None:
-        counts = self.counts.setdefault(state.name, {})
+        counts = self._counts.setdefault((state.name, state.exchange.caller.tenant), {})
         counts[outcome] = counts.get(outcome, 0) + 1
         metrics.of(metrics.pipeline_prefetches, state.name, outcome).inc()

@@ -31,6 +31,7 @@ log: Final = structlog.stdlib.get_logger("headrace.pipelines")
 
 _HALF_LIFE_S: Final = 3600.0  # after which a use counts half
 _LEAST_USES: Final = 1.5  # from which a beginning is worth keeping: it came twice
+_RECENT_USES: Final = 0.1  # above which a beginning counts for its tenant's share: used in the last hours
 _STAYS: Final = 1.5  # times a kept one's uses count, so that two of equal use do not take turns
 _KNOWN: Final = 32  # beginnings whose uses are counted, for each that may be kept
 _RETRY_S: Final = 300.0  # until one that could not be kept is tried again
@@ -179,8 +180,11 @@ class WarmPassages:
             known.uses, known.used = known.count(now) + 1.0, now
             kept.known.move_to_end(keys[-1])
         surplus = len(kept.known) - max(1, kept.config.warm) * _KNOWN
-        for old in [old for old, each in kept.known.items() if not each.is_kept][: max(0, surplus)]:
-            del kept.known[old]
+        if surplus > 0:
+            others = [(each.caller.tenant, key) for key, each in kept.known.items() if not each.is_kept]
+            most = Counter(tenant for tenant, _ in others).most_common(1)
+            for _, old in [(tenant, key) for tenant, key in others if tenant == most[0][0]][:surplus]:
+                del kept.known[old]
 
     def _let_go(self, is_meant: Callable[[_Beginning], bool]) -> None:
         for name, kept in self._pipelines.items():
@@ -235,13 +239,20 @@ class WarmPassages:
             for each in kept.known.values()
             if not each.is_gone and each.retry <= now and (each.is_kept or each.uses > _LEAST_USES)
         ]
+        # The fair shares of tenants come first. What they leave goes to the most used of all.
+        ranked = sorted(worth, key=rank, reverse=True)
+        recent = [each for each in ranked if each.count(now) > _RECENT_USES]
+        shares = max(1, min(config.warm, len({each.caller.tenant for each in recent})))
+        fair = config.warm // shares, config.warm_tokens // shares
         wanted: dict[bytes, _Beginning] = {}  # by their own keys; the longest of those that continue each other
-        for each in sorted(worth, key=rank, reverse=True):
+        for place, each in enumerate((*recent, *ranked)):
             if any(each.keys[-1] in longer.keys for longer in wanted.values()):
                 continue
             others = {key: other for key, other in wanted.items() if key not in each.keys}
-            tokens = len(each.tokens) + sum(len(other.tokens) for other in others.values())
-            if len(others) < config.warm and tokens <= config.warm_tokens:
+            own = [other for other in others.values() if other.caller.tenant == each.caller.tenant]
+            if place < len(recent) and not _fits(each, own, *fair):
+                continue
+            if _fits(each, others.values(), config.warm, config.warm_tokens):
                 wanted = {**others, each.keys[-1]: each}
         drop = [each for each in kept.known.values() if each.is_kept and each.keys[-1] not in wanted]
         return drop, [each for each in wanted.values() if not each.is_kept]
@@ -275,6 +286,10 @@ class WarmPassages:
         log.info(
             "passages are not kept warm", passages=[source.id for source in each.request.sources], error=str(error)
         )
+
+
+def _fits(each: _Beginning, others: Collection[_Beginning], most: int, most_tokens: int) -> bool:
+    return len(others) < most and len(each.tokens) + sum(len(other.tokens) for other in others) <= most_tokens
 
 
 def _key(head: bytes, source: SourceText) -> bytes:
