@@ -58,6 +58,7 @@ class Lookups(msgspec.Struct):
 
     exact: ExactLookup | None = None
     semantic: SemanticLookup | None = None
+    running: asyncio.Future[SemanticLookup] | None = None  # in the semantic cache
     charges: list[VariantCharge] = []  # what verifying a hit has cost, whether it became one or not
 
 

@@ -5,6 +5,7 @@ Looks into catalogues, the exact and the semantic cache, and the request's own s
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -83,22 +84,50 @@ async def recall(state: FlowState) -> bool:
 
 
 async def look_up_semantic(state: FlowState) -> SemanticLookup:
+    """Look up the semantic cache. What runs for it ends where the client leaves; a verification is charged anyway."""
     exchange, semantic = state.exchange, state.services.semantic
     assert semantic is not None
     began = time.monotonic()
-    lookup = await semantic.recall(
-        exchange.caller.tenant,
-        exchange.text_request,
-        semantic.embedder_for(exchange.caller, exchange.surface),
-        variant="\n".join((exchange.served.name, exchange.served.fingerprint, _recipe(state, exchange))),
-        surface=exchange.surface,
-        verifier=_verifier(state) if semantic.config.verify else None,
+    verifier = _verifier(state) if semantic.config.verify else None
+    running = state.lookups.running = asyncio.ensure_future(
+        semantic.recall(
+            exchange.caller.tenant,
+            exchange.text_request,
+            semantic.embedder_for(exchange.caller, exchange.surface),
+            variant="\n".join((exchange.served.name, exchange.served.fingerprint, _recipe(state, exchange))),
+            surface=exchange.surface,
+            verifier=verifier,
+        )
     )
+    try:
+        lookup = await running
+    except asyncio.CancelledError:
+        serves = semantic.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).serves
+        if verifier is not None and serves:
+            _charge_verification(state, verifier.variant, verifier.usage)
+        if not state.is_stopped or not running.cancelled() or _is_cancelled():
+            raise
+        from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
+
+        lookup = SemanticLookup("unavailable", exchange.caller.tenant, "stopped")
+    finally:
+        state.lookups.running = None
     known: dict[str, Any] = {"reason": lookup.reason} if lookup.reason else {}
     exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome, **known)
     if (found := lookup.verification) is not None:
         _note_verification(state, lookup, found)
     return lookup
+
+
+def _is_cancelled() -> bool:
+    """True if the request's own task is to end, not only what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _charge_verification(state: FlowState, variant: str, usage: TokenUsage) -> None:
+    if usage.prompt_tokens or usage.output_tokens:
+        state.lookups.charges.append(VariantCharge(variant, usage, "verify"))
 
 
 def _verifier(state: FlowState) -> HitVerifier | None:
@@ -116,8 +145,8 @@ def _note_verification(state: FlowState, lookup: SemanticLookup, found: Verifica
         known["cosine"] = round(lookup.candidate.cosine, 4)
     state.exchange.timeline.part("recall", "verify", found.began, found.ended, **known)
     metrics.semantic_verify_seconds.observe(found.ended - found.began)
-    if found.is_charged and (found.usage.prompt_tokens or found.usage.output_tokens):
-        state.lookups.charges.append(VariantCharge(found.variant, found.usage, "verify"))
+    if found.is_charged:
+        _charge_verification(state, found.variant, found.usage)
 
 
 def _recipe(state: FlowState, exchange: Exchange) -> str:

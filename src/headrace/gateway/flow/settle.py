@@ -43,6 +43,7 @@ def settle(state: FlowState, error: ApiError | None = None) -> None:
     else:
         charged = outcome
     state.exchange.cost_micros = _cost(state, charged, facts)
+    _charge_verifications(state, outcome.label)
     if state.admission.has_ledger_hold:
         _settle_ledger(state, charged, facts)
     _store_semantic(state, outcome)
@@ -209,13 +210,17 @@ def _settle_limits(state: FlowState, outcome: Outcome) -> None:
         )
 
 
+def _charge_verifications(state: FlowState, ended: str) -> None:
+    """Charge what verified a cached answer, however the request ended: the work was the caller's."""
+    if (ledger := state.services.ledger) is not None:
+        for place, charge in enumerate(state.lookups.charges):
+            _charge_part(state, ledger, f"{state.exchange.id}.verify{place}", charge, ended)
+
+
 def _settle_ledger(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> None:
     exchange, ledger = state.exchange, state.services.ledger
     assert ledger is not None
     id, ended = exchange.id, outcome.label
-    if outcome.origin is not Origin.NONE:
-        for place, charge in enumerate(state.lookups.charges):
-            _charge_part(state, ledger, f"{id}.verify{place}", charge, ended)
     match outcome.origin:
         case Origin.NONE:
             ledger.release(id)
@@ -239,8 +244,6 @@ def _cost(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> int 
         return None
     price = prices.of(exchange.served.name)
     match outcome.origin:
-        case Origin.NONE:
-            return 0
         case Origin.GENERATED:
             micros = sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in _variant_charges(state))
         case Origin.CACHED | Origin.SHARED:

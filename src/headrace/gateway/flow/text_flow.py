@@ -147,6 +147,8 @@ class TextFlow:
 
     def _stop(self) -> None:
         state = self._state
+        if state.lookups.running is not None:
+            state.lookups.running.cancel()
         if state.answer is not None:
             state.answer.cancel()
         if state.delivery.extension is not None:
