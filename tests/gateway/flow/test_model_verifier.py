@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headrace.config import PriceConfig
+from headrace.config import KeyConfig, PriceConfig
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.served_variant import ServedVariant
 from tests.gateway.caches.semantic.test_semantic_served import ON, SAME, ready, remembering
-from tests.support.caching_server import PATH, RED, question
+from tests.support.caching_server import KEYS, PATH, RED, question
 from tests.support.running_server import FakeEngine, asynchronous, request, say, tokenizer, until, words
 
 PRICES = {"mini": PriceConfig(input=10.0), "judge": PriceConfig(input=1000.0)}
@@ -60,3 +60,20 @@ async def test_a_verification_before_a_failed_answer_is_charged(tmp_path: Path) 
         [judged] = engine.streams
         assert after["micros"] - before["micros"] == 1000 * len(judged.request.prompt)
         assert after["requests"] == before["requests"]  # what fails counts as no request
+
+
+@asynchronous
+async def test_a_key_that_may_not_use_the_verifier_hits_by_the_same_text_alone(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.answer = words("yes")
+    keys = (KeyConfig(name="red", key="red-secret", models=("mini",)), KEYS[-1])
+    async with remembering(tmp_path, **verifying(engine, keys=keys)) as (running, _):
+        await ready(running)
+        running.engine.answer = words("In the settings.")
+        for text, cache in ((ON, None), (SAME, None), (ON, "semantic")):
+            answer = await running.chat(text, key=RED)
+            assert answer.headers.get("x-headrace-cache") == cache, text
+        assert engine.streams == []
+        assert running.semantic("refusals", "verifier_access") == 1
+        (red,) = await running.usage()
+        assert red["micros"] == 10 * sum(len(stream.request.prompt) for stream in running.engine.streams)

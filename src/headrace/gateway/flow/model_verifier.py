@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.config.cache_section import ANSWERING_MODEL
 from headrace.engine.interface.sampling import SamplingParams
+from headrace.gateway.accounts.access import allows_model
 from headrace.gateway.caches.semantic.hit_verifier import HitVerifier, RerankerVerifier
 from headrace.gateway.flow.flow_state import FlowState
 from headrace.gateway.flow.services import Services
@@ -112,11 +113,18 @@ def _word(text: str) -> str:
     return text.strip(" \n\t\"'.,:*").lower()
 
 
+def may_verify(state: FlowState) -> bool:
+    """Return whether the caller may use the verifier, which gets its texts and is charged to it."""
+    semantic = state.services.semantic
+    name = "" if semantic is None else semantic.config.verify
+    return name in ("", ANSWERING_MODEL) or allows_model(state.exchange.caller, name)
+
+
 def verifier_for(state: FlowState) -> HitVerifier | None:
-    """Return what verifies a hit of this exchange, as its caller's work; None if the configuration names nothing."""
+    """Return what verifies a hit of this exchange, as its caller's work; None without one that it may use."""
     exchange, services = state.exchange, state.services
     semantic = services.semantic
-    if semantic is None or not (name := semantic.config.verify):
+    if semantic is None or not (name := semantic.config.verify) or not may_verify(state):
         return None
     served = exchange.served if name == ANSWERING_MODEL else services.fleet.served[name]
     if served.ranking is not None:

@@ -97,6 +97,7 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
             variant="\n".join((exchange.served.name, exchange.served.fingerprint, _recipe(state, exchange))),
             surface=exchange.surface,
             verifier=verifier,
+            can_verify=verifier is not None or not semantic.config.verify,
         )
     )
     try:

@@ -170,9 +170,11 @@ class SemanticCache:
         variant: str,
         surface: str,
         verifier: HitVerifier | None = None,
+        can_verify: bool = True,
     ) -> SemanticLookup:
-        """Look for the answer to a tenant's request. ApiError for invalid tags."""
-        recall = await self._recall(tenant, text_request, embedder, variant, surface, verifier)
+        """Look for the answer to a tenant's request. ApiError for invalid tags. `can_verify`: False if the caller may
+        not use the configured verifier, so that only the same text is a hit."""
+        recall = await self._recall(tenant, text_request, embedder, variant, surface, verifier, can_verify)
         self._count("outcomes", recall.outcome)
         if recall.outcome in ("refused", "none"):
             self._count("refusals", recall.reason)
@@ -186,6 +188,7 @@ class SemanticCache:
         variant: str,
         surface: str,
         verifier: HitVerifier | None,
+        can_verify: bool,
     ) -> SemanticLookup:
         config = self.config
         access = self.modes.access(tenant, requested=text_request.cache)
@@ -229,6 +232,9 @@ class SemanticCache:
             return recall
         if search.best.score < self.tuning.least:
             recall.outcome = "below"
+            return recall
+        if not can_verify and self._needs_verification(search.best, subject.question):
+            recall.outcome, recall.reason = "refused", "verifier_access"
             return recall
         if verifier is not None and self._needs_verification(search.best, subject.question):
             found = await self._verify(namespace, recall, search.best.entry, subject.question, verifier)
