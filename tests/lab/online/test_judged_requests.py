@@ -17,7 +17,7 @@ from headrace.engine.process.output_stream import OutputStream
 from headrace.lab.tuning.judged_pair import JudgedPair
 from tests.lab.online.test_shadows import seen, shadowed
 from tests.support.caching_server import BLUE, BOSS, KEYS, RED
-from tests.support.running_server import asynchronous, words
+from tests.support.running_server import asynchronous, say, until, words
 
 PAIRS = "/admin/v1/shadows/trial/pairs"
 JUDGING: dict[str, Any] = {"judge": "shadow", "pairs": 2}
@@ -82,6 +82,27 @@ async def test_deleted_tenants_are_forgotten(tmp_path: Path) -> None:
         await seen(running, shadow, "asked_again")
         assert (await running.ask("GET", PAIRS, **root)).body
         assert (await running.ask("DELETE", "/admin/v1/tenants/green", **root)).status == 200
+        assert (await running.ask("GET", PAIRS, **root)).body == b""
+
+
+@asynchronous
+@pytest.mark.parametrize(("method", "body"), [("DELETE", None), ("PATCH", {"record": False})])
+async def test_a_copy_that_ends_after_its_tenant_left_is_not_kept(tmp_path: Path, method: str, body: Any) -> None:
+    keys = (*KEYS, KeyConfig(name="root", key="root-secret", admin="write"))
+    root = {"authorization": "Bearer root-secret"}
+    async with shadowed(tmp_path, keys=keys, **JUDGING) as (running, engine, shadow):
+        running.engine.answer = sure
+        engine.answer = None
+        await running.ask("POST", "/admin/v1/tenants", {"name": "green", "record": True}, **root)
+        key = (await running.ask("POST", "/admin/v1/keys", {"name": "app", "tenant": "green"}, **root)).json["secret"]
+        await running.chat("Hello", key={"authorization": f"Bearer {key}"})
+        await until(lambda: len(engine.streams) == 1)  # the shadow reads its copy
+        running.engine.answer = None
+        say(engine.streams[0], "the other answer", end=True)
+        await until(lambda: len(running.engine.streams) == 2)  # the small variant is asked again
+        assert (await running.ask(method, "/admin/v1/tenants/green", body, **root)).status == 200
+        sure(running.engine.streams[1])
+        await seen(running, shadow, "asked_again")
         assert (await running.ask("GET", PAIRS, **root)).body == b""
 
 

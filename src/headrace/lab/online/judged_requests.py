@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from headrace.gateway.accounts.account_store import AccountChanges
-from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.ledger.prices import PriceBook, microseconds
@@ -33,22 +33,34 @@ class CopiedAnswer(NamedTuple):
 class JudgedRequests:
     """Of one shadow. All of it belongs to one event loop."""
 
-    def __init__(self, redactor: Redactor, *, most: int, better: str, prices: PriceBook, unnamed: bool = False) -> None:
-        """`better`: the variant that judges. `unnamed`: keep requests without a tenant, too."""
+    def __init__(
+        self,
+        redactor: Redactor,
+        *,
+        most: int,
+        better: str,
+        prices: PriceBook,
+        is_recorded: Callable[[str], bool],
+        unnamed: bool = False,
+    ) -> None:
+        """`better`: the variant that judges. `is_recorded`: whether a tenant exists and opts into recordings now.
+        `unnamed`: keep requests without a tenant, too."""
         self.kept: deque[tuple[str, JudgedPair]] = deque(maxlen=most)  # with the tenant
         self._redactor = redactor
         self._better = better
         self._prices = prices
+        self._is_recorded = is_recorded
         self._unnamed = unnamed
 
     def wants(self, finished: FinishedAnswer) -> bool:
-        caller = finished.exchange.caller
-        is_recorded = settings_of(caller).record if caller.tenant else self._unnamed
-        return is_recorded and len(finished.choices) == 1
+        tenant = finished.exchange.caller.tenant
+        return (self._is_recorded(tenant) if tenant else self._unnamed) and len(finished.choices) == 1
 
     def add(self, finished: FinishedAnswer, small: CopiedAnswer, large: CopiedAnswer) -> None:
-        """Judge and keep both answers to a request, unless nothing is known of the small one's confidence."""
-        if len(small.choices) != 1 or len(large.choices) != 1:
+        """Judge and keep both answers to a request, unless nothing is known of the small one's confidence.
+
+        Its tenant may have been deleted, or have left recordings, while the answers were made: then nothing is kept."""
+        if not self.wants(finished) or len(small.choices) != 1 or len(large.choices) != 1:
             return
         exchange = finished.exchange
         arrived = time.time() - (time.monotonic() - exchange.arrival)

@@ -70,8 +70,16 @@ class OnlineLab:
             drift = DriftWatch(config.drift, store, encoder=encoder, prices=prices)
         judged = None if drift is None else partial(_note_quality, drift)
         redactor, unnamed = Redactor.from_config(config.recording), config.recording.unnamed
+        directory = services.accounts.directory
         pairs = {
-            name: JudgedRequests(redactor, most=each.pairs, better=each.variant, prices=prices, unnamed=unnamed)
+            name: JudgedRequests(
+                redactor,
+                most=each.pairs,
+                better=each.variant,
+                prices=prices,
+                is_recorded=lambda tenant: directory.settings_of(tenant).record,
+                unnamed=unnamed,
+            )
             for name, each in config.routing.shadows.items()
             if each.judge == "shadow" and each.pairs
         }
