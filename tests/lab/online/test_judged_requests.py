@@ -147,3 +147,22 @@ def test_the_command_fits_what_a_server_has_judged(
     monkeypatch.setattr(tune_cascade, "request", lambda *call: b"")
     assert main(["tune", "cascade", *arguments]) == 2
     assert "record = true" in capsys.readouterr().err
+
+
+def test_the_command_keeps_the_pairs_of_an_earlier_run_until_it_has_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headrace.cli.lab import tune_cascade
+
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "cascade" / "pairs.jsonl"
+    kept.parent.mkdir()
+    kept.write_text("earlier\n")
+    for body, problem in ((b"<html>", "The server's answer is not pairs, line 1"), (b"", "no judged pairs yet")):
+        monkeypatch.setattr(tune_cascade, "request", lambda *call, body=body: body)
+        assert main(["tune", "cascade", "--shadow", "check"]) == 2
+        assert problem in capsys.readouterr().err
+        assert kept.read_text() == "earlier\n"
+    for source in ("--prompts", "--recorded"):
+        assert main(["tune", "cascade", "--shadow", "check", source, "some.jsonl"]) == 2
+        assert f"Pass either {source} or --shadow." in capsys.readouterr().err

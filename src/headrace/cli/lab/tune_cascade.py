@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,7 +23,7 @@ from headrace.lab.cases.case import Case
 from headrace.lab.cases.prompt_file import read_cases, read_recorded_cases
 from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.tuning.cascade_fit import CascadeFit, fit_cascade
-from headrace.lab.tuning.judged_pair import JudgedPair, read_pairs, write_pairs
+from headrace.lab.tuning.judged_pair import JudgedPair, parse_pairs, read_pairs, write_pairs
 from headrace.lab.tuning.pair_answering import answer_pairs
 from headrace.lab.tuning.semantic_bound import MOST_QUESTIONS, SemanticBound, fit_semantic_bound
 
@@ -99,20 +100,10 @@ def cascade(
     for name, value in (("quality", quality), ("agree", agree), ("delta", delta)):
         if not 0.0 < value <= 1.0:
             raise RequestError(f"{name} must be above 0 and at most 1, not {value:g}.", parameter=name)
-    if pairs is not None and shadow is not None:
-        raise RequestError("Pass either --pairs or --shadow.", parameter="pairs")
+    _check_sources({"prompts": prompts, "recorded": recorded, "pairs": pairs, "shadow": shadow})
     if shadow is not None:
-        lines = request(url, "GET", f"shadows/{path_segment(shadow)}/pairs")
-        if not lines:
-            raise RequestError(
-                f"Shadow '{shadow}' has kept no judged pairs yet. It keeps those of tenants with record = true, whose "
-                "requests its variants (`of`) have answered.",
-                parameter="shadow",
-            )
-        out.mkdir(parents=True, exist_ok=True)
-        pairs = out / "pairs.jsonl"
-        pairs.write_bytes(lines)
-    if pairs is not None:
+        judged = _pairs_of(shadow, url)
+    elif pairs is not None:
         judged = read_pairs(pairs)
     else:
         key = os.environ.get(key_env, "") if key_env is not None else ""
@@ -125,6 +116,25 @@ def cascade(
         print(msgspec.json.encode({"cascade": fit, "pays": fit.pays, "semantic": bound}).decode())
     else:
         _show(fit, bound, out)
+
+
+def _check_sources(sources: Mapping[str, object]) -> None:
+    """RequestError for more than one source of pairs."""
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise RequestError(f"Pass either --{given[0]} or --{given[1]}.", parameter=given[0])
+
+
+def _pairs_of(shadow: str, url: str) -> list[JudgedPair]:
+    """Return what a server's shadow has judged. Nothing is written here: an earlier pairs.jsonl outlives a failure."""
+    judged = parse_pairs(request(url, "GET", f"shadows/{path_segment(shadow)}/pairs"))
+    if not judged:
+        raise RequestError(
+            f"Shadow '{shadow}' has kept no judged pairs yet. It keeps those of tenants with record = true, whose "
+            "requests its variants (`of`) have answered.",
+            parameter="shadow",
+        )
+    return judged
 
 
 def _specs(small: str | None, large: str | None) -> list[AnswererSpec]:

@@ -121,13 +121,23 @@ def read_pairs(path: Path) -> list[JudgedPair]:
     """Read a file of pairs. RequestError that names the line where it is invalid."""
     if not path.is_file():
         raise RequestError(f"There is no file {path}.", parameter="pairs")
+    return _decode(trace_lines(path, _MOST_LINE), str(path), "pairs")
+
+
+def parse_pairs(lines: bytes) -> list[JudgedPair]:
+    """Read the pairs of a server's shadow. RequestError if they are something else."""
+    numbered = ((number, raw) for number, raw in enumerate(lines.splitlines(), 1) if raw.strip())
+    return _decode(numbered, "The server's answer is not pairs", "shadow")
+
+
+def _decode(lines: Iterable[tuple[int, bytes]], name: str, parameter: str) -> list[JudgedPair]:
     decoder = msgspec.json.Decoder(JudgedPair)
     found: list[JudgedPair] = []
-    for number, raw in trace_lines(path, _MOST_LINE):
+    for number, raw in lines:
         try:
             found.append(decoder.decode(raw))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RequestError(f"{path}, line {number}: {error}", parameter="pairs") from None
+            raise RequestError(f"{name}, line {number}: {error}", parameter=parameter) from None
     return found
 
 
