@@ -17,6 +17,8 @@ from headrace.engine.process.output_stream import OutputStream
 from headrace.lab.tuning.judged_pair import JudgedPair
 from tests.lab.online.test_shadows import seen, shadowed
 from tests.support.caching_server import BLUE, BOSS, KEYS, RED
+from tests.support.config_text import mistakes
+from tests.support.config_text import read as read_config
 from tests.support.running_server import asynchronous, say, until, words
 
 PAIRS = "/admin/v1/shadows/trial/pairs"
@@ -86,6 +88,22 @@ async def test_deleted_tenants_are_forgotten(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_the_texts_of_pairs_are_bounded(tmp_path: Path) -> None:
+    async with shadowed(tmp_path, accounts=RECORDED, judge="shadow", pairs=9) as (running, _, shadow):
+        assert shadow._pairs is not None
+        shadow._pairs._most_bytes = 60
+        running.engine.answer = sure
+        for place in range(5):
+            await running.chat(f"Question {place}", key=RED)
+            await seen(running, shadow, "asked_again", place + 1)
+        pairs = read((await running.ask("GET", PAIRS, **BOSS)).body)
+        assert [pair.question for pair in pairs] == ["Question 3", "Question 4"]  # 10 bytes each, answers 16
+        await running.chat("Question " + "5" * 60, key=RED)
+        await seen(running, shadow, "asked_again", 6)
+        assert (await running.ask("GET", PAIRS, **BOSS)).body.count(b"\n") == 2  # larger than the bound
+
+
+@asynchronous
 @pytest.mark.parametrize(("method", "body"), [("DELETE", None), ("PATCH", {"record": False})])
 async def test_a_copy_that_ends_after_its_tenant_left_is_not_kept(tmp_path: Path, method: str, body: Any) -> None:
     keys = (*KEYS, KeyConfig(name="root", key="root-secret", admin="write"))
@@ -120,6 +138,13 @@ async def test_a_shadow_that_keeps_no_pairs_is_named(tmp_path: Path) -> None:
         answer = await running.ask("GET", PAIRS, **BOSS)
         assert (answer.status, answer.error["code"]) == (404, "no_judged_pairs")
         assert "trial" in answer.error["message"]
+
+
+def test_pairs_without_a_double_check_are_a_mistake() -> None:
+    shadow = '[models.mini]\n[models.mini.variants.new]\n[routing.shadows.trial]\nvariant = "mini@new"\npairs = 10\n'
+    [found] = mistakes(shadow)
+    assert 'routing.shadows.trial.pairs: no pairs are kept without judge = "shadow"' in found
+    assert read_config(shadow + 'judge = "shadow"\n').routing.shadows["trial"].pairs == 10
 
 
 def test_the_command_fits_what_a_server_has_judged(

@@ -94,6 +94,8 @@ def findings(config: RoutingConfig, variants: Collection[str], *, where: str = "
             yield from _known("variant", variant, variants, f"{here}.of[{place}]")
         if shadow.of == (shadow.variant,) and shadow.profile == "standard":
             yield f"{here}.of", "expected a variant other than `variant`"
+        if shadow.pairs and shadow.judge != "shadow":
+            yield f"{here}.pairs", 'no pairs are kept without judge = "shadow". Set that, or remove `pairs`'
     yield from config.breaker.check(f"{where}.breaker")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.api_errors import ApiError
@@ -23,6 +23,8 @@ from headrace.lab.online.answer_difference import AnswerText
 from headrace.lab.recording.recorded_request import answer_of, record_of
 from headrace.lab.recording.redaction import Redactor
 from headrace.lab.tuning.judged_pair import JudgedPair, judged_pair, pair_lines
+
+MOST_BYTES: Final = 64 * 1024 * 1024  # of the texts of a shadow's pairs
 
 
 class CopiedAnswer(NamedTuple):
@@ -42,12 +44,15 @@ class JudgedRequests:
         prices: PriceBook,
         is_recorded: Callable[[str], bool],
         unnamed: bool = False,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         """`better`: the variant that judges. `is_recorded`: whether a tenant exists and opts into recordings now.
-        `unnamed`: keep requests without a tenant, too."""
+        `unnamed`: keep requests without a tenant, too. Beyond `most` pairs or `most_bytes` of texts the oldest go."""
         self.kept: deque[tuple[str, JudgedPair]] = deque(maxlen=most)  # with the tenant
         self._redactor = redactor
         self._better = better
+        self._most_bytes = most_bytes
+        self._bytes = 0  # of the texts of what is kept
         self._prices = prices
         self._is_recorded = is_recorded
         self._unnamed = unnamed
@@ -72,7 +77,16 @@ class JudgedRequests:
         confidence = _confidence(small.choices[0])
         pair = judged_pair(case, self._answer(small), self._answer(large), confidence, costs)
         if pair is not None:
-            self.kept.append((exchange.caller.tenant, pair))
+            self._keep(exchange.caller.tenant, pair)
+
+    def _keep(self, tenant: str, pair: JudgedPair) -> None:
+        size = _text_bytes(pair)
+        if size > self._most_bytes:
+            return
+        while self.kept and (len(self.kept) == self.kept.maxlen or self._bytes + size > self._most_bytes):
+            self._bytes -= _text_bytes(self.kept.popleft()[1])
+        self.kept.append((tenant, pair))
+        self._bytes += size
 
     def _answer(self, copied: CopiedAnswer) -> Answer:
         return answer_of(copied.choices[0], self._redactor, copied.text.first_s, copied.text.seconds)
@@ -95,10 +109,15 @@ class JudgedRequests:
             kept = [(tenant, pair) for tenant, pair in self.kept if tenant not in deleted]
             self.kept.clear()
             self.kept.extend(kept)
+            self._bytes = sum(_text_bytes(pair) for _, pair in kept)
 
     def lines(self) -> bytes:
         """Return the pairs as JSON lines, which `headrace tune cascade --pairs` reads."""
         return pair_lines(pair for _, pair in self.kept)
+
+
+def _text_bytes(pair: JudgedPair) -> int:
+    return len(pair.question.encode()) + len(pair.answer.encode())
 
 
 def _confidence(choice: Choice) -> Confidence:
