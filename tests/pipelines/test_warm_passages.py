@@ -10,9 +10,12 @@ import pytest
 
 from headrace.config.pipeline_section import AssembleStage, GenerateStage, PipelineConfig
 from headrace.errors import RequestError
+from headrace.gateway.accounts.account_records import AccountRecord, TenantRecord
+from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.serving.exchange import Caller
 from headrace.pipelines.collections.hits import Hit
 from headrace.pipelines.pipelines import Pipelines
+from headrace.pipelines.warm_passages import WarmPassages
 from tests.support.pipeline_runs import HITS, World, hit, says
 from tests.support.running_server import asynchronous
 
@@ -148,6 +151,44 @@ async def test_a_prefix_of_two_pipelines_stays_while_one_of_them_wants_it() -> N
     assert world.kept == sorted(each.text for each in HITS[:2])
     await world.asks(HITS[1], times=9, name="faq")
     assert world.kept == [HITS[1].text]
+
+
+def deletion(tenant: str) -> AccountChanges:
+    record = AccountRecord("tenant", tenant, 2, TenantRecord(created=1, changed=2, deleted=2))
+    return AccountChanges(epoch=2, now=2.0, records=(record,))
+
+
+@pytest.mark.parametrize("moment", ["kept", "being kept"])
+@asynchronous
+async def test_passages_of_a_deleted_tenant_are_let_go(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = WarmWorld()
+    a, b = Caller("key", "a"), Caller("key", "b")
+    await world.asks(HITS[0], times=2, caller=b)
+    keep_prefix, warm = world.models.keep_prefix, world.services.warm
+    assert isinstance(warm, WarmPassages)
+
+    async def keep(*arguments: Any, **named: Any) -> None:
+        await keep_prefix(*arguments, **named)
+        if moment == "being kept" and named["keep"]:
+            warm.follow(deletion("a"))
+
+    monkeypatch.setattr(world.models, "keep_prefix", keep)
+    await world.asks(HITS[1], times=2, caller=a)
+    if moment == "kept":
+        assert {tenant for tenant, _ in world.models.prefixes} == {"a", "b"}
+        warm.follow(deletion("a"))
+        await world.clock.run(world.settled())
+    assert {tenant for tenant, _ in world.models.prefixes} == {"b"}
+    assert warm.described("docs", "b")["kept"] == 1
+
+
+@asynchronous
+async def test_answers_that_end_after_their_tenant_is_deleted_are_not_kept() -> None:
+    world = WarmWorld()
+    world.services.warm = WarmPassages(world.models, world.clock, world._run_background, is_tenant="b".__eq__)
+    for tenant in ("a", "b"):
+        await world.asks(HITS[0], times=3, caller=Caller("key", tenant))
+    assert {tenant for tenant, _ in world.models.prefixes} == {"b"}
 
 
 @asynchronous

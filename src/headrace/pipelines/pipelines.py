@@ -46,13 +46,15 @@ class Pipelines:
         results = services.results
         assert results is not None  # it is built wherever pipelines are declared
         models, run = ModelAccess(services), services.background.run
-        in_system = config.shaping.sources_place == "system"
+        in_system, accounts = config.shaping.sources_place == "system", services.accounts
+        warm = WarmPassages(models, clock.now, run, in_system=in_system, is_tenant=accounts.directory.exists)
+        accounts.shared.listen(warm.follow)
         stage_services = StageServices(
             models=models,
             toolbox=Toolbox(tool_sources(config.tools, environ), results, clock),
             retriever=None,
             results=results,
-            warm=WarmPassages(models, clock.now, run, in_system=in_system),
+            warm=warm,
             clock=clock,
             shaping=config.shaping,
             run_background=run,

@@ -19,6 +19,7 @@ import structlog
 
 from headrace.config.pipeline_section import AssembleStage
 from headrace.errors import HeadraceError, RequestError
+from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import SourceText, TextRequest
 from headrace.gateway.serving.exchange import Caller
@@ -86,8 +87,12 @@ class WarmPassages:
         run_background: Callable[[Coroutine[Any, Any, Any]], None],
         *,
         in_system: bool = False,
+        is_tenant: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
-        """`in_system`: sources stand in the system message, before all turns, and not in the user's last one."""
+        """`in_system`: sources stand in the system message, before all turns, and not in the user's last one.
+        `is_tenant`: whether a tenant exists, so that answers that end after its deletion are not kept.
+        """
+        self._is_tenant = is_tenant
         self._models = models
         self._now = now
         self._run_background = run_background
@@ -115,6 +120,8 @@ class WarmPassages:
         hits = {hit.id for hit in state.hits}
         if head is None or not state.sources or state.sources[0].id not in hits:
             return
+        if not self._is_tenant(state.exchange.caller.tenant):
+            return
         kept = self._pipelines.setdefault(state.name, _Kept(state.config.assemble))
         outcome: Outcome = "warm" if kept.is_warm(_key(head, state.sources[0])) else "cold"
         kept.answers[state.exchange.caller.tenant, outcome] += 1
@@ -129,6 +136,11 @@ class WarmPassages:
 
     def collection_removed(self, tenant: str, name: str) -> None:
         self._let_go(lambda each: each.collection == name and each.caller.tenant == tenant)
+
+    def follow(self, changes: AccountChanges) -> None:
+        """Let go of the passages of deleted tenants."""
+        if deleted := changes.deleted_tenants:
+            self._let_go(lambda each: each.caller.tenant in deleted)
 
     def described(self, name: str, tenant: str) -> dict[str, Any]:
         """Return what is kept for a tenant, and what that has saved. For `GET /v1/pipelines`."""
@@ -184,15 +196,14 @@ class WarmPassages:
             others = [(each.caller.tenant, key) for key, each in kept.known.items() if not each.is_kept]
             most = Counter(tenant for tenant, _ in others).most_common(1)
             for _, old in [(tenant, key) for tenant, key in others if tenant == most[0][0]][:surplus]:
-                del kept.known[old]
+                kept.known.pop(old).is_gone = True
 
     def _let_go(self, is_meant: Callable[[_Beginning], bool]) -> None:
         for name, kept in self._pipelines.items():
             meant = [key for key, each in kept.known.items() if is_meant(each)]
             for key in meant:
-                if kept.known[key].is_kept:
-                    kept.known[key].is_gone = True
-                else:
+                kept.known[key].is_gone = True
+                if not kept.known[key].is_kept:
                     del kept.known[key]
             if meant:
                 self._settle(name, kept)
@@ -208,6 +219,8 @@ class WarmPassages:
         """Have the engine keep what is wanted, until that is so."""
         try:
             while True:
+                for key in [key for key, each in kept.known.items() if each.is_gone and not each.is_kept]:
+                    del kept.known[key]
                 drop, add = self._changes(kept)
                 if unknown := [each for each in add if not each.tokens]:
                     for each in unknown:
@@ -216,12 +229,13 @@ class WarmPassages:
                 if not drop and not add:
                     return
                 for each in add:  # first, so that no block that both have is evicted in between
+                    if each.is_gone:
+                        continue
+                    each.is_kept = True  # so that it is let go if its document changes meanwhile
                     each.is_kept = await self._pin(name, kept, each, keep=True)
                 for each in drop:
                     each.is_kept = False
                     await self._pin(name, kept, each, keep=False)
-                for key in [key for key, each in kept.known.items() if each.is_gone and not each.is_kept]:
-                    del kept.known[key]
         except Exception as error:
             log.error("a pipeline's passages are not kept warm", pipeline=name, exc_info=error)
         finally:
