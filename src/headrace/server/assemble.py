@@ -24,7 +24,7 @@ from headrace.gateway.accounts.tenant_labels import TenantLabels
 from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.exact.exact_cache import ExactCache
-from headrace.gateway.caches.results.result_cache import ResultCache
+from headrace.gateway.caches.results.result_cache import ResultCache, declared_lifetimes_s
 from headrace.gateway.database import Database
 from headrace.gateway.degradation.ladder.levels import Ladder
 from headrace.gateway.degradation.ladder.pressure import PressureMonitor
@@ -78,7 +78,8 @@ def assemble(
         or bool(config.pipelines)
         or any(each.caches.results not in (None, "off") for each in config.tenants.values())
     )
-    results = ResultCache.from_config(config.cache.results, database, environ, is_used=used)
+    kept_s = declared_lifetimes_s(config.pipelines, config.tools)
+    results = ResultCache.from_config(config.cache.results, database, environ, is_used=used, kept_s=kept_s)
     named = (("exact", exact), ("semantic", semantic), ("results", results))
     caches = {name: cache for name, cache in named if cache is not None}
     store = None if shared is None else shared.accounts

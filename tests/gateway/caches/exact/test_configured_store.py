@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.config.cache_section import ExactConfig, ResultsConfig
+from headrace.config import Config
+from headrace.config.cache_section import CacheConfig, ExactConfig, ResultsConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.exact import configured_store
 from headrace.gateway.caches.exact.configured_store import open_store
 from headrace.gateway.caches.exact.entry_store import GuardedStore
+from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.exact.memory import MemoryStore
 from headrace.gateway.caches.exact.sqlite import SqliteStore
+from headrace.gateway.caches.results.result_cache import ResultCache, declared_lifetimes_s
 from headrace.gateway.database import Database
 from tests.gateway.caches.exact.test_redis_store import Fake
-from tests.support.exact_caches import cache_key
+from tests.support.exact_caches import Caching, cache_key
 from tests.support.running_server import asynchronous
 
 REDIS = {"HEADRACE_CACHE_REDIS": "redis://localhost:1"}
@@ -44,6 +48,48 @@ async def test_redis_keeps_an_entry_as_long_as_the_configuration_says(
     [entry] = [expires for name, (_, expires) in fake.values.items() if ":scope" not in name]
     assert entry - fake.clock.now == kept_s
     assert min(scopes) - fake.clock.now >= 2 * kept_s
+
+
+def entry_of(fake: Fake) -> float:
+    """Return the seconds that Redis keeps its one entry."""
+    [expires] = [expires for name, (_, expires) in fake.values.items() if ":scope" not in name]
+    return expires - fake.clock.now
+
+
+@asynchronous
+async def test_the_exact_cache_keeps_an_answer_in_redis_for_its_own_lifetime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake()
+    monkeypatch.setattr(configured_store, "connect", lambda url, seconds: fake)
+    exact = ExactConfig(mode="on", store="redis", ttl="7d", stale="1d")
+    config = Config(cache=CacheConfig(exact=exact))
+    cache = ExactCache.from_config(config, Database(tmp_path / "cache.sqlite"), REDIS)
+    assert cache is not None
+    caching = Caching(modes=cache.modes)
+    caching.cache = cache
+    await caching.ask(cache_key())
+    assert entry_of(fake) == 8 * DAY
+
+
+@pytest.mark.parametrize("place", ["embed", "search", "rerank", "generate", "tool"])
+@asynchronous
+async def test_redis_keeps_a_result_for_its_own_lifetime(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake()
+    monkeypatch.setattr(configured_store, "connect", lambda url, seconds: fake)
+    month = {"cache_s": 30 * DAY}
+    tools = {"add": {"kind": "python", **month}} if place == "tool" else {}
+    pipeline = {"stages": ["generate"], **({} if place == "tool" else {place: month})}
+    declared = msgspec.convert({"pipelines": {"docs": pipeline}, "tools": tools}, Config)
+    kept_s = declared_lifetimes_s(declared.pipelines, declared.tools)
+    database = Database(tmp_path / "cache.sqlite")
+    cache = ResultCache.from_config(ResultsConfig(store="redis"), database, REDIS, is_used=True, kept_s=kept_s)
+    assert cache is not None
+    lookup = await cache.look("stage", "", ["x"], declared=True)
+    await cache.keep(lookup, b"data", ttl_s=30 * DAY)
+    assert entry_of(fake) == 30 * DAY
 
 
 @pytest.mark.parametrize(("section", "name"), [(ExactConfig, "exact"), (ResultsConfig, "results")])

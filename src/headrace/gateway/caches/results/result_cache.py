@@ -12,13 +12,15 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
 
 from headrace.config.cache_section import ResultsConfig, lifetime_s
+from headrace.config.pipeline_section import PipelineConfig
+from headrace.config.tool_section import ToolConfig
 from headrace.gateway.caches.cache_modes import CachePolicy
 from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.exact.configured_store import open_store
@@ -108,13 +110,22 @@ class ResultCache:
 
     @classmethod
     def from_config(
-        cls, config: ResultsConfig, database: Database, environ: Mapping[str, str], *, is_used: bool
+        cls,
+        config: ResultsConfig,
+        database: Database,
+        environ: Mapping[str, str],
+        *,
+        is_used: bool,
+        kept_s: Iterable[float] = (),
     ) -> ResultCache | None:
-        """Build the cache; None if no tenant uses it. ConfigError if the environment lacks the URL of Redis."""
+        """Build the cache; None if no tenant uses it. ConfigError if the environment lacks the URL of Redis.
+
+        `kept_s`: lifetimes that results are kept with besides those of `config`.
+        """
         if not is_used:
             return None
         named = (config.embedding_ttl, config.retrieval_ttl, config.http_ttl, config.sql_ttl, config.tool_ttl)
-        lifetimes_s = map(lifetime_s, (*named, *config.tags.values()))
+        lifetimes_s = (*map(lifetime_s, (*named, *config.tags.values())), *kept_s)
         store, secret = open_store(config, "results", lifetimes_s, database, environ)
         modes = CachePolicy(mode=config.mode, share=config.share, salt="results")
         return cls(store, modes, config=config, secret=secret)
@@ -275,6 +286,12 @@ class ResultCache:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
         await self._store.close()
+
+
+def declared_lifetimes_s(pipelines: Mapping[str, PipelineConfig], tools: Mapping[str, ToolConfig]) -> list[float]:
+    """Return the seconds that pipelines and tools keep their own results."""
+    stages = [stage for each in pipelines.values() for stage in (each.embed, each.search, each.rerank, each.generate)]
+    return [each.cache_s for each in (*stages, *tools.values())]
 
 
 def _key(kind: ResultKind, tenant: str, parts: Sequence[Any], tags: Sequence[str]) -> CacheKey | None:
