@@ -10,10 +10,12 @@ from msgspec.structs import replace
 import headrace._core as _core
 from headrace.errors import RequestError
 from headrace.models.model_folder import find_model, open_model
+from headrace.models.own_module import own_module
 from headrace.models.pack_ahead import PackedWeights, pack_ahead
 from headrace.models.packing import load_tensors
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
+from tests.support.prediction_modules import build_checkpoint
 
 
 def packed(cache: Path, *variants: Variant, check: bool = False) -> list[PackedWeights]:
@@ -34,6 +36,17 @@ def test_a_start_maps_what_was_packed_ahead(tmp_path: Path) -> None:
     loaded = load_tensors(folder, choose_plan(folder, "int4"), _core.Pool(1), cache=tmp_path)
     assert (loaded.mapped, loaded.bytes) == (True, first.bytes)
     assert [str(file) for file in (tmp_path / "packed").iterdir()] == [first.path]
+
+
+def test_a_prediction_module_is_packed_too(tmp_path: Path) -> None:
+    build_checkpoint("glm4-moe", tmp_path / "model")
+    variant = Variant(model=str(tmp_path / "model"), weights="int8", speculation="mtp")
+    found = packed(tmp_path / "cache", variant)
+    assert [each.state for each in found] == ["packed", "packed"]
+    module = own_module(open_model(tmp_path / "model"), variant)
+    assert module is not None
+    assert load_tensors(module.folder, module.plan, _core.Pool(1), cache=tmp_path / "cache").mapped
+    assert {each.state for each in packed(tmp_path / "cache", variant, check=True)} == {"there"}
 
 
 def test_a_damaged_file_is_missing_and_packed_again(tmp_path: Path) -> None:

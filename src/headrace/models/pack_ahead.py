@@ -1,7 +1,7 @@
 """Packs the weights of variants into the cache folder before a server needs them, as its first start would.
 
-Knows which weights a variant loads: its own, its draft model's and those of its image part. Draft heads are small, and
-are packed at each start.
+Knows which weights a variant loads: its own, its draft model's or prediction module's and those of its image part.
+Draft heads are small, and are packed at each start.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 import headrace._core as _core
-from headrace.errors import InsufficientMemoryError, RequestError
+from headrace.errors import InsufficientMemoryError, ModelError, RequestError
 from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.own_module import own_module
 from headrace.models.packing import is_packed, packed_file, packed_size, write_packed
 from headrace.models.precision import WeightPlan
 from headrace.models.vision.vision_folder import has_vision, open_vision
@@ -30,7 +31,8 @@ class PackedWeights(msgspec.Struct, frozen=True):
     weights: str  # their precision
     path: str
     bytes: int
-    state: str  # "packed" now, "there" already, or "missing"
+    state: str  # "packed" now, "there" already, "missing", or "unread" of an image part that a server does not read
+    reason: str = ""  # why it is unread
 
 
 class _Wanted(msgspec.Struct, frozen=True):
@@ -52,13 +54,18 @@ def pack_ahead(
     progress: Callable[[str, int, int], None] = lambda model, done, total: None,
 ) -> Iterator[PackedWeights]:
     """Yield the weights of each variant once they are in the cache. `check`: pack nothing, and say what is missing.
+    Image parts that a server would not read, and serve text, come first.
 
     RequestError if the cache may not hold them all, OSError if it cannot be written.
     """
     wanted: dict[Path, tuple[str, _Wanted]] = {}
+    unread: dict[str, PackedWeights] = {}
     for variant in variants:
         for each in _weights_of(variant, cache):
-            wanted.setdefault(each.path, (each.folder.path.name, each))
+            if isinstance(each, PackedWeights):
+                unread.setdefault(each.path, each)
+            else:
+                wanted.setdefault(each.path, (each.folder.path.name, each))
     total = sum(each.bytes for _, each in wanted.values())
     if total > cache_limit() and not check:
         raise RequestError(
@@ -66,6 +73,7 @@ def pack_ahead(
             "Raise HEADRACE_CACHE_GIB.",
             parameter="HEADRACE_CACHE_GIB",
         )
+    yield from unread.values()
     pool = _core.Pool(threads)
     for path, (model, each) in wanted.items():
         if is_packed(path):
@@ -80,7 +88,7 @@ def pack_ahead(
             yield each.described(model, "packed")
 
 
-def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted]:
+def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted | PackedWeights]:
     if not variant.cache:
         raise RequestError(f"'{variant.model}' has cache = false, so no start would find its packed weights.")
     folder = open_model(find_model(variant.model))
@@ -90,9 +98,17 @@ def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted]:
     if variant.speculation == "model" and variant.draft_model is not None:
         small = open_model(find_model(variant.draft_model))
         yield _wanted(small, choose_plan(small, variant.draft_weights or variant.weights), cache)
-    if has_vision(folder.path):
+    module = own_module(folder, variant)
+    if module is not None:
+        yield _wanted(module.folder, module.plan, cache)
+    if not has_vision(folder.path):
+        return
+    try:
         vision = open_vision(folder.path)
-        yield _wanted(vision.folder, vision.plan(variant.image_weights), cache)
+    except ModelError as error:
+        yield PackedWeights(folder.path.name, variant.image_weights, str(folder.path), 0, "unread", str(error))
+        return
+    yield _wanted(vision.folder, vision.plan(variant.image_weights), cache)
 
 
 def _wanted(folder: ModelFolder, plan: WeightPlan, cache: Path) -> _Wanted:

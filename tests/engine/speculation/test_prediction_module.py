@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from headrace.cli import main
 from headrace.engine.executors.cpu_executor import CpuExecutor, memory_of
 from headrace.engine.executors.executor import StepBatch
-from headrace.engine.executors.own_module import own_module
 from headrace.engine.executors.runner import hidden_states
 from headrace.engine.speculation.head_drafter import HeadDrafter
 from headrace.engine.speculation.joined_layer import prediction_layer
@@ -24,6 +23,7 @@ from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.errors import InsufficientMemoryError, ModelError, RequestError
 from headrace.llm import LLM
 from headrace.models.model_folder import open_model
+from headrace.models.own_module import own_module
 from headrace.models.prediction_module import has_prediction_module
 from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant

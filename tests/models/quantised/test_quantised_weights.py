@@ -173,6 +173,16 @@ def test_nan_codes_of_fp8_are_refused_when_the_model_loads(built: Built, tmp_pat
     assert caught.value.tensor == f"{LAYER}.weight"
 
 
+@pytest.mark.parametrize("weights", ["auto", "bf16", "int8"])
+def test_scales_that_take_fp8_out_of_range_are_refused_when_the_model_loads(
+    weights: str, built: Built, tmp_path: Path
+) -> None:
+    folder = edited(built("fp8-tensor"), tmp_path, weight_scale=lambda old: torch.full_like(old, 1e37))
+    with pytest.raises(ModelError, match=r"above 3\.39e\+38, the range of bf16") as caught:
+        CpuExecutor.load(open_model(folder), weights=weights, threads=1)
+    assert caught.value.tensor == f"{LAYER}.weight_scale"
+
+
 def test_layers_left_in_full_precision_load_as_they_are(built: Built, tmp_path: Path) -> None:
     folder = edited(
         built("awq"), tmp_path, qweight=None, qzeros=None, scales=None, weight=torch.ones(64, 96).bfloat16()

@@ -274,6 +274,22 @@ def test_published_configs_that_leave_out_defaults_are_read(name: str, layers: i
     assert len(read_tower(config).encoder.layers) == depth
 
 
+def test_defaults_of_pixtral_towers_are_those_of_transformers() -> None:
+    published = PUBLISHED["pixtral-12b"]
+    left_out = {key: value for key, value in published.items() if key != "vision_feature_layer"}
+    assert transformers.LlavaConfig().vision_feature_layer == -2
+    assert len(read_tower(ConfigJson(left_out, path=Path("config.json"))).encoder.layers) == 23
+    text = {"model_type": "ministral3", "hidden_size": 64}
+    mistral3 = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "vision_config": published["vision_config"],
+        "text_config": text,
+    }
+    tower = read_tower(ConfigJson(mistral3, path=Path("config.json")))
+    assert tower.merge_eps == transformers.Ministral3Config().rms_norm_eps == 1e-5
+    assert len(tower.encoder.layers) == transformers.PixtralVisionConfig().num_hidden_layers
+
+
 @pytest.mark.parametrize(
     ("kind", "file", "key", "value", "why"),
     [

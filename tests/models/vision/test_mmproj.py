@@ -21,6 +21,7 @@ from headrace.engine.process.open_engine import open_variant
 from headrace.errors import ModelError
 from headrace.gateway.serving.fingerprint import of_model
 from headrace.models.model_folder import open_model
+from headrace.models.pack_ahead import pack_ahead
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import has_vision, open_vision, tower_bytes
 from headrace.variant import Variant
@@ -192,7 +193,13 @@ def having(method: str, *values: Any) -> Callable[[Any], None]:
         (having("add_string", "general.architecture", "llama"), "Expected 'clip'"),
         (having("add_uint32", "clip.vision.n_wa_pattern", 8), "does not know this key"),
         (having("add_bool", "clip.use_silu", True), "does not know this key"),
+        (having("add_bool", "clip.use_gelu", False), "no other activation"),
         (having("add_uint32", "clip.vision.patch_size", 7), "divisor of image_size"),
+        (having("add_uint32", "clip.vision.patch_size", 0), "an integer from 1 to"),
+        (having("add_string", "clip.vision.patch_size", "14"), "clip.vision.patch_size': Expected an integer"),
+        (having("add_string", "clip.vision.image_size", "896"), "clip.vision.image_size': Expected an integer"),
+        (having("add_array", "clip.vision.image_size", [1, 2]), "clip.vision.image_size': Expected an integer"),
+        (having("add_string", "clip.vision.projector.scale_factor", "4"), "scale_factor': Expected an integer"),
         (lambda writer: writer.tensors[0].pop("v.blk.0.ln1.weight"), "no such tensor"),
         (lambda writer: writer.tensors[0].pop("mm.soft_emb_norm.weight"), "no such tensor"),
     ],
@@ -209,6 +216,16 @@ def test_another_image_part_is_refused_and_texts_are_read(
     open_model(tmp_path / "model.gguf")
 
 
+def test_a_malformed_size_of_split_images_is_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    folder, file = made("smolvlm")
+    (tmp_path / "model.gguf").symlink_to(file)
+    change = having("add_string", "clip.vision.preproc_image_size", "x")
+    write_mmproj(tmp_path / "mmproj.gguf", folder, change=change)
+    with pytest.raises(ModelError, match="preproc_image_size': Expected an integer"):
+        open_vision(tmp_path / "model.gguf")
+    assert tower_bytes(tmp_path / "model.gguf") == 0
+
+
 def test_several_image_parts_are_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, file = made("gemma3")
     (tmp_path / "model.gguf").symlink_to(file)
@@ -217,6 +234,9 @@ def test_several_image_parts_are_refused(made: Callable[[str], tuple[Path, Path]
     assert has_vision(tmp_path / "model.gguf")
     with pytest.raises(ModelError, match=r"several image parts: b\.mmproj\.gguf, mmproj-a\.gguf"):
         open_vision(tmp_path / "model.gguf")
+    variants = [Variant(model=str(tmp_path / "model.gguf"), weights="int8"), Variant(model="draft", weights="int8")]
+    states = [(each.model, each.state) for each in pack_ahead(variants, tmp_path / "cache", threads=1, check=True)]
+    assert states == [("model.gguf", "unread"), ("model.gguf", "missing"), ("draft", "missing")]
 
 
 def negated(folder: Path, copy: Path) -> Path:

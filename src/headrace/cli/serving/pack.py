@@ -39,8 +39,8 @@ def pack(
     Usage: headrace pack path/to/model --weights int4, or headrace pack --config headrace.toml
 
     Run it when you build an image or deploy a model. Without a model, it packs all that the configuration serves: every
-    variant, draft models and image parts. What is packed already stays as it is. The cache folder is HEADRACE_CACHE, by
-    default ~/.cache/headrace.
+    variant, draft models, prediction modules and image parts. What is packed already stays as it is. The cache folder
+    is HEADRACE_CACHE, by default ~/.cache/headrace.
 
     Parameters
     ----------
@@ -68,7 +68,9 @@ def pack(
             packing = pack_ahead(variants, cache, threads=threads or usable_cores(), check=check, progress=bars.show)
             for each in packing:
                 found.append(each)
-                if not json:
+                if each.state == "unread":
+                    print(f"{each.model} reads no images. {each.reason}", file=sys.stderr)
+                elif not json:
                     print(f"{each.model} at {each.weights}: {_STATES[each.state]}, {gib(each.bytes)}, {each.path}")
     except OSError as error:
         raise OSError(

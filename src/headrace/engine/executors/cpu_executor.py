@@ -22,7 +22,6 @@ from headrace.engine.executors.default_sizes import default_context, usable_core
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
 from headrace.engine.executors.memory import MemoryNeed, check_memory
-from headrace.engine.executors.own_module import OwnModule, own_module
 from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
 from headrace.engine.executors.shared_products import SharedProducts
@@ -31,6 +30,7 @@ from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
+from headrace.models.own_module import OwnModule, own_module
 from headrace.models.packing import CoreTensor, LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.prediction_module import JOIN_NAMES

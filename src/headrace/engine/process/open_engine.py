@@ -15,7 +15,6 @@ import msgspec
 from headrace.engine.engine import Engine
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.executor import Capacity
-from headrace.engine.executors.own_module import OwnModule, own_module
 from headrace.engine.interface.variant_check import check_variant
 from headrace.engine.memory.block_manager import BlockManager
 from headrace.engine.memory.kv_cipher import KvCipher
@@ -39,6 +38,7 @@ from headrace.errors import RequestError
 from headrace.models.draft_heads import EagleLayer, open_draft_heads
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.own_module import OwnModule, own_module
 from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
 from headrace.models.text.tokenizer import Tokenizer

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
-from headrace.engine.executors.own_module import OwnModule
 from headrace.engine.speculation.head_drafter import Floats
 from headrace.models.draft_heads import EagleLayer
+from headrace.models.own_module import OwnModule
 from headrace.models.precision import Precision
 from headrace.models.prediction_module import JOIN, STATE_NORM, TOKEN_NORM
 

@@ -17,10 +17,12 @@ from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson, shorten
 from headrace.models.families.decoder import TensorNames
 from headrace.models.families.vision.towers import read_tower
-from headrace.models.families.vision.vision_tower import TowerSpec, TowerTensor
+from headrace.models.families.vision.vision_tower import MAX_SIDE, TowerSpec, TowerTensor
 from headrace.models.formats.gguf_file import GgufFile
 
 _VISION: Final = "clip.vision."
+_SCALE: Final = "projector.scale_factor"
+_MAX_EDGE: Final = 1 << 20  # pixels; the layout has a bound of its own
 # Names in vision_config -> names in a file.
 _KEYS: Final[Mapping[str, str]] = {
     "image_size": "image_size",
@@ -161,6 +163,8 @@ def _check_keys(file: GgufFile, own: Mapping[str, Any]) -> None:
     ]
     if unknown:
         raise _error(file, unknown[0], "Headrace does not know this key, and it may change what the model sees.")
+    if file.metadata.get("clip.use_gelu", True) is not True:
+        raise _error(file, "clip.use_gelu", "Expected true: the towers that Headrace reads have no other activation.")
 
 
 def _config(file: GgufFile, projector: Projector, own: Mapping[str, Any], text: GgufFile) -> ConfigJson:
@@ -178,12 +182,12 @@ def _config(file: GgufFile, projector: Projector, own: Mapping[str, Any], text: 
         "text_config": {"hidden_size": text.metadata.get(f"{projector.text}.embedding_length")},
         **{key: places[token] for key, token in projector.tokens.items()},
     }
-    scale = own.get("projector.scale_factor")
+    sizes = ConfigJson(own, path=file.path, prefix=_VISION)
     if projector.text == "llama":
-        values["scale_factor"] = 2 if scale is None else scale
+        values["scale_factor"] = sizes.size(_SCALE, maximum=MAX_SIDE, default=2)
     else:
-        side, each = own["image_size"] // max(own["patch_size"], 1), 4 if scale is None else max(scale, 1)
-        values["mm_tokens_per_image"] = (side // each) ** 2
+        side = sizes.size("image_size", maximum=MAX_SIDE) // sizes.size("patch_size", maximum=MAX_SIDE)
+        values["mm_tokens_per_image"] = (side // sizes.size(_SCALE, maximum=MAX_SIDE, default=4)) ** 2
     return ConfigJson(values, path=file.path)
 
 
@@ -206,12 +210,13 @@ def _renamed(tower: TowerSpec, projector: Projector, file: GgufFile) -> TowerSpe
 
 def _preparation(file: GgufFile, kind: str, own: Mapping[str, Any]) -> ConfigJson:
     """Return how images are prepared."""
-    side = own["image_size"]
+    sizes = ConfigJson(own, path=file.path, prefix=_VISION)
+    side = sizes.size("image_size", maximum=MAX_SIDE)
     values: dict[str, Any] = {key: own[key] for key in ("image_mean", "image_std") if key in own}
     if kind == "gemma3":
         values["size"] = {"height": side, "width": side}
     else:
-        longest = own.get("preproc_image_size", side)
+        longest = sizes.size("preproc_image_size", maximum=_MAX_EDGE, default=side)
         values |= {"max_image_size": {"longest_edge": side}, "size": {"longest_edge": longest}}
         values["do_image_splitting"] = longest > side
     return ConfigJson(values, path=file.path)

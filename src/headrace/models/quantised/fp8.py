@@ -18,6 +18,7 @@ from headrace.models.formats.quantised_layer import FLOATS, AffineCodes, Quantis
 
 FP8: Final = ("F8_E4M3", "F8_E5M2")
 _MAX_BLOCK: Final = 1 << 17
+_MAX_BF16: Final = float(2**128 - 2**120)  # the largest finite number
 
 
 def _table(exponent_bits: int, *, infinities: bool) -> NDArray[np.float32]:
@@ -80,11 +81,20 @@ class Fp8(msgspec.Struct, frozen=True):
         height, width = self._block_of(layer)
         scales = layer.floats(_scale_of(layer)).reshape(-1, -(-inputs // width))
         rows = np.arange(outputs) // height
+        spread = np.ascontiguousarray(scales[rows])
+        # Without the sign, a larger code is a larger number.
+        highest = np.maximum.reduceat(codes & np.uint8(0x7F), np.arange(0, inputs, width), axis=1)
+        if (table[highest].astype(np.float64) * np.abs(spread) > _MAX_BF16).any():
+            raise layer.error(
+                _scale_of(layer),
+                f"A weight times its scale is above {_MAX_BF16:.4g}, the range of bf16. Download or convert the model "
+                "again.",
+            )
         return AffineCodes(
             bits=8,
             group=width,
             codes=codes,
-            scales=np.ascontiguousarray(scales[rows]),
+            scales=spread,
             zeros=np.zeros((outputs, scales.shape[1]), dtype=np.int16),
             table=table,
         )

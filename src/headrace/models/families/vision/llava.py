@@ -68,6 +68,7 @@ _TEXT_DEFAULTS: Final[dict[str, dict[str, object]]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
     },
+    "ministral3": {"rms_norm_eps": 1e-5},
 }
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model.")
@@ -292,7 +293,7 @@ def _hidden(vision: ConfigJson) -> tuple[int, int]:
 def _depth(config: ConfigJson, vision: ConfigJson) -> int:
     """Return the layers whose outcome becomes features: those up to `vision_feature_layer`."""
     layers = vision.size("num_hidden_layers", maximum=MAX_LAYERS)
-    default = -1 if vision.text("model_type", default="pixtral") == "pixtral" else -2
+    default = -1 if architecture_of(config) == _MISTRAL3 else -2
     given = config.values().get("vision_feature_layer", default)
     config.has("vision_feature_layer")
     if not isinstance(given, int) or isinstance(given, bool):
