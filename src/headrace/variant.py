@@ -52,6 +52,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     kv_disk_folder: str | None = None
     kv_disk_key_env: str | None = None  # environment variable with the key that encrypts it
     adapter_memory_bytes: int = 1 << 30  # of adapters in memory; those that no request uses make room for others
+    image_memory_bytes: int = 1 << 30  # of images' features in requests that run or wait
     surfaces: dict[str, SurfaceOptions] = {}  # changes to the default surfaces
     checks: bool = False  # check the block accounting whenever the engine is idle: for tests and debugging
 

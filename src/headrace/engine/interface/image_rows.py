@@ -22,7 +22,7 @@ class AbandonedError(Exception):
     """No client waits for the image any more, so the rest of its tiles are not encoded."""
 
 
-class ImageRows(msgspec.Struct, frozen=True):
+class ImageRows(msgspec.Struct, frozen=True, weakref=True):
     """Features of an image, or of a part of one, that take the place of prompt tokens' embeddings.
 
     In a model whose ropes turn by places, `grid` lays the tokens out in rows and columns.

@@ -63,7 +63,7 @@ def check_variant(variant: Variant) -> None:
 
 
 def _check_tiers(variant: Variant) -> None:
-    for name in ("kv_memory_bytes", "kv_disk_bytes", "adapter_memory_bytes"):
+    for name in ("kv_memory_bytes", "kv_disk_bytes", "adapter_memory_bytes", "image_memory_bytes"):
         if getattr(variant, name) < 0:
             raise RequestError(f"'{name}' must be at least 0, not {getattr(variant, name)}.", parameter=name)
     if bool(variant.kv_disk_bytes) != (variant.kv_disk_folder is not None):

@@ -21,6 +21,7 @@ from headrace.engine.executors.adapter_table import AdapterMemoryError
 from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput
 from headrace.engine.interface.request import AdapterRef, FinishReason, GenerationRequest
 from headrace.engine.process import wire
+from headrace.engine.process.image_memory import ImageMemory
 from headrace.engine.process.open_engine import OpenedVariant
 from headrace.engine.process.worker_clients import ConnectedClient, WorkerClients
 from headrace.errors import HeadraceError, RequestError
@@ -58,6 +59,7 @@ class Worker:
         self._drain_until: float | None = None
         self._stopped = False
         self.orphaned = False  # standard input closed: the supervisor is gone
+        self._images = ImageMemory(opened.variant.image_memory_bytes)
         self.turns = 0  # times that the loop has polled
         self._clients = WorkerClients(
             Path(config.socket), most=config.most_clients, take=self._on_message, left=self._cancel_all
@@ -191,7 +193,7 @@ class Worker:
             return
         match message:
             case wire.Submit():
-                self._submit(client, message)
+                self._submit_images(client, message)
             case wire.Cancel(id):
                 self._cancel(client, id)
             case wire.Ping(number):
@@ -236,6 +238,18 @@ class Worker:
             release=__version__,
             preemptible=self._config.preemptible,
         )
+
+    def _submit_images(self, client: ConnectedClient, message: wire.Submit) -> None:
+        """Submit a request with the features that other requests hold already in place of its own copies."""
+        request = message.request
+        if request.images:
+            images = self._images.shared(request.images)
+            if images is None:
+                reason = "The features of other requests' images fill image_memory_bytes. Try again later."
+                self._clients.send(client, wire.Rejected(id=request.id, reason=reason, retry_after=1.0))
+                return
+            message = replace(message, request=replace(request, images=images))
+        self._submit(client, message)
 
     def _submit(self, client: ConnectedClient, message: wire.Submit, grammar: GrammarState | None = None) -> None:
         id = message.request.id
