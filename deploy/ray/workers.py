@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,26 +58,32 @@ class WorkerActor:
         self._command = worker_command(model, registry, node, listen, more)
         self._environ = {**os.environ, registry: url}
         self._process: subprocess.Popen[bytes] | None = None
-        self._ending = False
-        self._sleep = time.sleep
+        self._ending = threading.Event()
+        self._starting = threading.Lock()  # so that no worker starts while `stop` looks for one
+        self._pause: Callable[[float], object] = self._ending.wait
 
     def run(self) -> int:
         """Run the worker until it is stopped, and start it again whenever it ends. Return its last exit code."""
-        pause = 0.0
+        pause, code = 0.0, 0
         while True:
             began = time.monotonic()
-            self._process = subprocess.Popen(self._command, env=self._environ, preexec_fn=drain_with_parent())
-            code = self._process.wait()
-            if self._ending:
+            with self._starting:
+                if self._ending.is_set():
+                    return code
+                process = subprocess.Popen(self._command, env=self._environ, preexec_fn=drain_with_parent())
+                self._process = process
+            code = process.wait()
+            if self._ending.is_set():
                 return code
             pause = next_pause(pause, time.monotonic() - began)
-            self._sleep(pause)
+            self._pause(pause)
 
     def stop(self) -> None:
         """Drain: what does not finish in time continues on other workers."""
-        self._ending = True
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        with self._starting:
+            self._ending.set()
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
 
     def pid(self) -> int | None:
         return None if self._process is None or self._process.poll() is not None else self._process.pid

@@ -51,6 +51,35 @@ def test_what_follows_two_dashes_is_for_the_worker(program: Any) -> None:
     assert program.split_arguments(["mini"]) == (["mini"], [])
 
 
+def test_a_worker_that_is_stopped_between_two_starts_is_not_started_again(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, ended = [], threading.Event()
+
+    class Process:
+        def __init__(self, command: list[str], **_: object) -> None:
+            starts.append(command)
+
+        def poll(self) -> int:
+            return 3
+
+        def wait(self) -> int:
+            ended.set()
+            return 3
+
+    monkeypatch.setattr(program.subprocess, "Popen", Process)
+    monkeypatch.setattr(program, "next_pause", lambda pause, lived_s: 3600.0)
+    actor = program.WorkerActor("mini", "REDIS", "redis://r", "0.0.0.0", [])
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(actor.run()), daemon=True)
+    thread.start()
+    assert ended.wait(60.0)
+    actor.stop()  # during the pause, or just before
+    thread.join(60.0)
+    assert codes == [3]
+    assert len(starts) == 1
+
+
 def test_a_worker_that_ends_is_started_again_until_it_is_stopped(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lives, stayed = [], threading.Event()
 
@@ -79,7 +108,7 @@ def test_a_worker_that_ends_is_started_again_until_it_is_stopped(program: Any, m
     pauses: list[float] = []
     monkeypatch.setattr(program.subprocess, "Popen", Process)
     actor = program.WorkerActor("mini", "REDIS", "redis://r", "0.0.0.0", [])
-    actor._sleep = pauses.append
+    actor._pause = pauses.append
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(actor.run()))
     thread.start()
