@@ -14,9 +14,11 @@ import pytest
 
 from headrace.engine.executors.runner import greedy
 from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.image_rows import ImageRows
 from headrace.engine.interface.request import FinishReason, GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.engine.process import wire
+from headrace.engine.process.image_memory import ImageMemory
 from headrace.engine.process.open_engine import OpenedVariant
 from headrace.engine.process.worker import Worker
 from tests.support.tiny_engine import PROMPT, open_tiny
@@ -116,6 +118,20 @@ def test_a_wrong_request_is_refused_with_its_parameter(worker: Worker, path: Pat
         refused = peer.until(lambda message: isinstance(message, wire.Rejected))
         assert isinstance(refused, wire.Rejected)
         assert (refused.id, refused.parameter) == ("twice", "id")
+
+
+def test_new_images_are_refused_while_others_fill_the_memory(
+    worker: Worker, path: Path, opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_images", ImageMemory(1))
+    size = opened.executor.spec.feature_size * 4
+    one, other = (ImageRows(0, 1, bytes([number]) * 32, bytes(size)) for number in (1, 2))
+    with Peer(path) as peer:
+        peer.send(submit("a", images=(one,), max_tokens=400), submit("b", images=(other,)))
+        refused = peer.until(lambda message: isinstance(message, wire.Rejected))
+        assert isinstance(refused, wire.Rejected)
+        assert (refused.id, refused.parameter, refused.retry_after) == ("b", None, 1.0)
+        assert "image_memory_bytes" in refused.reason
 
 
 def test_a_grammar_is_compiled_while_others_run(worker: Worker, path: Path) -> None:
