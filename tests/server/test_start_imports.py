@@ -55,7 +55,7 @@ LEFT_OUT = (
     "headrace.server.processes",
     *("aiohttp", "asyncpg", "difflib", "grpc", "llguidance", "pygments", "redis", "rich.console", "torch"),
 )
-MOST_MODULES = 1_100  # 1,230 when everything was imported
+MOST_MODULES = 1_150  # about 1,280 when everything was imported
 
 
 @pytest.fixture(scope="module")
