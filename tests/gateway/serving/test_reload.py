@@ -111,14 +111,14 @@ async def test_the_encoder_of_images_is_replaced_too_and_the_old_one_ends(
     folder = write_vision_model(tmp_path / "model")
     options = {"weights": "f32", "kv": "f32", "threads": 1, "context": 256, "cache": False}
     fleet = Fleet.of(Config(models={"see": ModelConfig(path=str(folder), options=options)}))
+    is_replaced = threading.Event()  # the old encoder is busy until then
     await fleet.start()
     try:
         old = fleet.served["see"].images
         assert old is not None
-        is_replaced = threading.Event()  # the old encoder is busy until then
         old._encoder._thread.submit(is_replaced.wait)
         encoding = asyncio.create_task(measured_and_encoded(old))
-        await until(lambda: bool(old._running))
+        await until(lambda: len(old._queue) == 1)
         await fleet.reload("see")
         is_replaced.set()
         new = fleet.served["see"].images
@@ -150,6 +150,7 @@ async def test_the_encoder_of_images_is_replaced_too_and_the_old_one_ends(
             unused._encoder.submit(lambda: np.zeros((1, 3, 32, 32), np.float32))
         assert fleet.served["see"].images is new
     finally:
+        is_replaced.set()
         await fleet.close()
 
 
