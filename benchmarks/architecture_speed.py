@@ -8,16 +8,12 @@ depend on what the weights are. Engines take turns, and the table has medians.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +25,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 
+from benchmarks.llama_server import LlamaServer, llama_server
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy
 from headrace.models.model_folder import open_model
@@ -38,18 +35,6 @@ CONTEXT: Final = 1024
 PREFILL: Final = 256  # tokens
 DECODED: Final = 32
 PAUSE_S: Final = 0.3  # between turns: threads of the one before stop spinning
-_SERVE: Final = """
-import sys
-import xllamacpp as xlc
-params = xlc.CommonParams()
-params.model.path = sys.argv[1]
-params.n_ctx = 1024
-params.n_parallel = 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
-server = xlc.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
 
 
 @dataclass(frozen=True)
@@ -204,10 +189,10 @@ def _measured(
     tokens = [int(token) for token in np.random.default_rng(1).integers(300, VOCABULARY, PREFILL)]
     executor = CpuExecutor.load(open_model(folder), weights="int8", threads=threads, context=CONTEXT)
     found: dict[str, list[tuple[float, float]]] = {"headrace": [], "llama.cpp": [], "transformers": []}
-    with llama_cpp(file, threads) as complete:
+    with llama_server(file, threads) as theirs:
         turns = {
             "headrace": lambda: _timed(lambda count: greedy(executor, [tokens], count)),
-            "llama.cpp": lambda: complete(tokens),
+            "llama.cpp": lambda: llama_speeds(theirs, tokens),
             "transformers": lambda: _timed(lambda count: _generate(model, tokens, count)),
         }
         for number in range(rounds + 1):  # the first one warms up
@@ -255,41 +240,10 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-@contextmanager
-def llama_cpp(file: Path, threads: int) -> Iterator[Callable[[list[int]], tuple[float, float]]]:
-    """Run llama.cpp's server. Yields what returns the speeds of prefill and decode, by its own clock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(file), str(threads)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    url = process.stdout.readline().strip()
-    if not url:
-        raise SystemExit(f"llama.cpp does not open {file.name}: is xllamacpp new enough for this architecture?")
-
-    def complete(tokens: list[int]) -> tuple[float, float]:
-        body = {
-            "prompt": tokens,
-            "n_predict": 1 + DECODED,
-            "temperature": 0,
-            "cache_prompt": False,
-            "ignore_eos": True,
-        }
-        request = urllib.request.Request(
-            f"{url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            timings = json.load(answer)["timings"]
-        return timings["prompt_n"] * 1e3 / timings["prompt_ms"], timings["predicted_n"] * 1e3 / timings["predicted_ms"]
-
-    try:
-        yield complete
-    finally:
-        process.kill()
-        process.wait()
+def llama_speeds(server: LlamaServer, tokens: list[int]) -> tuple[float, float]:
+    """Return the speeds of prefill and decode, by llama.cpp's own clock."""
+    timings = server.complete(tokens, 1 + DECODED, cache_prompt=False, ignore_eos=True)["timings"]
+    return timings["prompt_n"] * 1e3 / timings["prompt_ms"], timings["predicted_n"] * 1e3 / timings["predicted_ms"]
 
 
 def write_gguf(path: Path, model: Any, shape: Shape) -> None:

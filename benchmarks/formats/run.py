@@ -10,7 +10,6 @@ the format: llama.cpp (package xllamacpp) for GGUF, and for folders the vLLM of 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
@@ -20,12 +19,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from checkpoints import CONFIGS, RECIPES, write
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+
+from benchmarks.formats.checkpoints import CONFIGS, RECIPES, write
+from benchmarks.gguf import run as gguf_benchmark
+from benchmarks.llama_server import llama_server
 from headrace.compress.layer_pass import LayerPass, Tokens, embed, final_norm, head_logits, head_weight, load_layer
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy, logits
@@ -50,18 +52,6 @@ class Row(NamedTuple):
     exact: float  # the same with activations in floats
     speed: tuple[float, float]  # prefill, decode
     other: tuple[float, float] | str  # of the tool, or why there is none
-
-
-def gguf_benchmark() -> ModuleType:
-    """Return benchmarks/gguf/run.py, which writes the files and runs llama.cpp."""
-    folder = ROOT / "benchmarks" / "gguf"
-    sys.path.insert(0, str(folder))
-    spec = importlib.util.spec_from_file_location("gguf_benchmark", folder / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def text() -> str:
@@ -153,17 +143,16 @@ def measure(name: str, model: ModelFolder, rounds: int) -> tuple[Row, list[int]]
 
 
 def measure_gguf(name: str, work: Path, rounds: int) -> Row:
-    benchmark = gguf_benchmark()
-    file = benchmark.source_file()
+    file = gguf_benchmark.source_file()
     if name != "Q4_1":
         source, file = file, work / f"{name}.gguf"
-        benchmark.write_as(source, file, name)
+        gguf_benchmark.write_as(source, file, name)
     model = open_model(file)
     row, _ = measure(f"GGUF {name}", model, rounds)
     executor = CpuExecutor.load(model, threads=THREADS, context=1024)
     try:
-        with benchmark.llama_cpp(file) as theirs:
-            prefill, decode = benchmark.speeds(model, executor, theirs, rounds)
+        with llama_server(file, THREADS) as theirs:
+            prefill, decode = gguf_benchmark.speeds(model, executor, theirs, rounds)
     finally:
         executor.close()
     return row._replace(speed=(prefill[0], decode[0]), other=(prefill[1], decode[1]))

@@ -11,27 +11,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import resource
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import gguf
 import numpy as np
-from block_writer import BLOCK, q4_k, q6_k
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
+from benchmarks.gguf.block_writer import BLOCK, q4_k, q6_k
+from benchmarks.llama_server import LlamaServer, llama_server
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import greedy, logits
 from headrace.models.model_folder import ModelFolder, open_model
@@ -67,19 +65,6 @@ What is a database index?
 Tell me a short joke.
 """.strip().splitlines()
 
-_SERVE: Final = """
-import sys
-import xllamacpp as xlc
-params = xlc.CommonParams()
-params.model.path = sys.argv[1]
-params.n_ctx = 1024
-params.n_parallel = 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
-server = xlc.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
 
 class Row(NamedTuple):
     file: str
@@ -92,52 +77,6 @@ class Row(NamedTuple):
     tokens: float  # share of answers before they part
     prefill: tuple[float, float]  # tokens per second of processor time: ours, theirs
     decode: tuple[float, float]
-
-
-class LlamaCpp:
-    def __init__(self, url: str, process: int) -> None:
-        self._url = url
-        self._process = process
-
-    def processor_s(self) -> float:
-        """Return the user time of the process so far."""
-        after_name = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
-        return int(after_name[11]) / os.sysconf("SC_CLK_TCK")
-
-    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
-        body = {"prompt": tokens, "n_predict": count, "temperature": 0, "return_tokens": True, **options}
-        request = urllib.request.Request(
-            f"{self._url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)
-
-    def log_likelihood(self, tokens: list[int], following: int) -> float | None:
-        """Return the log-likelihood of a token after others. A bias makes it the answer; its probability is without
-        the bias. None for a part of a character, whose probability the server does not say."""
-        answer = self.complete(tokens, 1, n_probs=1, logit_bias=[[following, 1000.0]], cache_prompt=True)
-        if "completion_probabilities" not in answer:
-            return None
-        (found,) = answer["completion_probabilities"]
-        assert found["id"] == following, found
-        return float(found["logprob"])
-
-
-@contextmanager
-def llama_cpp(file: Path) -> Iterator[LlamaCpp]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(file), str(THREADS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield LlamaCpp(process.stdout.readline().strip(), process.pid)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def source_file() -> Path:
@@ -193,7 +132,7 @@ def compare(name: str, file: Path, options: argparse.Namespace) -> Row:
     model = open_model(file)
     executor = CpuExecutor.load(model, threads=THREADS, context=1024)
     try:
-        with llama_cpp(file) as theirs:
+        with llama_server(file, THREADS) as theirs:
             ours, other = likelihoods(model, executor, theirs, options.tokens)
             same, share = answers(model, executor, theirs, options.answers, options.length)
             prefill, decode = speeds(model, executor, theirs, options.rounds)
@@ -212,7 +151,7 @@ def text_tokens(model: ModelFolder) -> list[int]:
 
 
 def likelihoods(
-    model: ModelFolder, executor: CpuExecutor, theirs: LlamaCpp, most: int
+    model: ModelFolder, executor: CpuExecutor, theirs: LlamaServer, most: int
 ) -> tuple[list[float], list[float]]:
     """Return the negative log-likelihoods of the same tokens."""
     tokens = text_tokens(model)
@@ -233,7 +172,9 @@ def likelihoods(
     return ours, other
 
 
-def answers(model: ModelFolder, executor: CpuExecutor, theirs: LlamaCpp, count: int, length: int) -> tuple[int, float]:
+def answers(
+    model: ModelFolder, executor: CpuExecutor, theirs: LlamaServer, count: int, length: int
+) -> tuple[int, float]:
     """Return how many greedy answers are the same, and the share of tokens before they part."""
     same, shared, wanted = 0, 0, 0
     ends = model.tokenizer.eos_ids
@@ -252,7 +193,7 @@ def answers(model: ModelFolder, executor: CpuExecutor, theirs: LlamaCpp, count: 
 
 
 def speeds(
-    model: ModelFolder, executor: CpuExecutor, theirs: LlamaCpp, rounds: int
+    model: ModelFolder, executor: CpuExecutor, theirs: LlamaServer, rounds: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return medians of prefill and decode, in tokens per second of processor time, round by round in turn."""
     tokens = text_tokens(model)[:PREFILL]

@@ -1,0 +1,75 @@
+"""llama.cpp's own server, from the package xllamacpp, in a process of its own: what benchmarks compare a file with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+_SERVE: Final = """
+import sys
+import xllamacpp as xlc
+params = xlc.CommonParams()
+params.model.path = sys.argv[1]
+params.n_ctx = 1024
+params.n_parallel = 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
+server = xlc.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+class LlamaServer:
+    def __init__(self, url: str, process: int) -> None:
+        self._url = url
+        self._process = process
+
+    def processor_s(self) -> float:
+        """Return the user time of the process so far."""
+        after_name = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
+        return int(after_name[11]) / os.sysconf("SC_CLK_TCK")
+
+    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
+        body = {"prompt": tokens, "n_predict": count, "temperature": 0, "return_tokens": True, **options}
+        request = urllib.request.Request(
+            f"{self._url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)
+
+    def log_likelihood(self, tokens: list[int], following: int) -> float | None:
+        """Return the log-likelihood of a token after others. A bias makes it the answer; its probability is without
+        the bias. None for a part of a character, whose probability the server does not say."""
+        answer = self.complete(tokens, 1, n_probs=1, logit_bias=[[following, 1000.0]], cache_prompt=True)
+        if "completion_probabilities" not in answer:
+            return None
+        (found,) = answer["completion_probabilities"]
+        assert found["id"] == following, found
+        return float(found["logprob"])
+
+
+@contextmanager
+def llama_server(file: Path, threads: int) -> Iterator[LlamaServer]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, str(file), str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise SystemExit(f"llama.cpp does not open {file.name}: is xllamacpp new enough for this architecture?")
+        yield LlamaServer(url, process.pid)
+    finally:
+        process.kill()
+        process.wait()
