@@ -3,8 +3,8 @@
     python benchmarks/adapt/student.py [--prompts N] [--epochs N] [--rate X] [--threads N] [--out FILE]
 
 The teacher is mini with an adapter for the orders (500 examples, as in extraction.py), merged. The student is draft:
-all of its weights learn the teacher's answers to more orders, which nobody has labelled. Both then answer 200 unseen
-orders, one at a time and in turns; an answer counts if it is the JSON record.
+all of its weights are trained on the teacher's answers to unlabelled orders. Both then answer 200 unseen orders, one at
+a time and in turns. An answer counts if it is the JSON record.
 """
 
 from __future__ import annotations

@@ -3,87 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headrace.config.cache_section import SemanticConfig
-from headrace.engine.interface.request import GenerationRequest
 from headrace.engine.interface.sampling import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.gateway.caches.semantic.agreement import answers_agree
 from headrace.gateway.caches.semantic.embedder import BoundedEmbedding, ServedEmbedder
-from headrace.gateway.caches.semantic.hit_verifier import HitVerifier, RerankerVerifier
-from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES, SemanticCache, SemanticLookup
+from headrace.gateway.caches.semantic.semantic_cache import OUTCOMES
 from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer, storable_answer, with_example
 from headrace.gateway.caches.semantic.semantic_key import SemanticKey, semantic_key_for
 from headrace.gateway.caches.semantic.semantic_store import SemanticStore
-from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.database import Database
-from headrace.gateway.requests.text_request import Choice, TextRequest, TokenUsage, Tool, ToolCall
+from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, ToolCall
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.served_variant import ServedVariant
-from headrace.models.spec import RankingSpec
-from tests.support.clock import Clock
 from tests.support.dialect_exchanges import tokenizer
 from tests.support.fake_encoders import EncoderEngine, WordEmbedder, asking
 from tests.support.file_storage import asynchronous
-
-QUESTION = "How do I cancel my subscription?"
-SAME = "How can I cancel my subscription?"
-ANSWER = StoredAnswer("Open Settings, then Plan, then Cancel.")
-Settings = tuple[SemanticConfig, SemanticTuning]
-
-
-def fixed(**settings: Any) -> Settings:
-    """Settings that serve from a fixed score on, so that a test needs no learning first."""
-    chosen: dict[str, Any] = {"mode": "on", "threshold": 0.3, "agree_by": "normalised", "wait_ms": 10e3, **settings}
-    tuning = {name: chosen.pop(name) for name in SemanticTuning.__struct_fields__ if name in chosen}
-    return SemanticConfig(**chosen), SemanticTuning(**tuning)
-
-
-def tagged(text: str | TextRequest, *tags: str) -> TextRequest:
-    asked = asking(text) if isinstance(text, str) else text
-    return asked.but(metadata={"cache_tags": ",".join(tags)})
-
-
-class Bench:
-    """A cache and what is around it."""
-
-    def __init__(self, settings: Settings | None = None, **parts: Any) -> None:
-        self.clock = Clock()
-        self.embedder = WordEmbedder()
-        tables = ("outcomes", "refusals", "verifications", "comparisons")
-        self.counts: dict[str, dict[str, int]] = {table: {} for table in tables}
-        config, tuning = settings or (SemanticConfig(), SemanticTuning())
-        parts.setdefault("counted", self._count)
-        self.cache = SemanticCache(config, tuning=tuning, clock=self.clock, **parts)
-
-    def _count(self, table: str, name: str) -> None:
-        self.counts[table][name] = self.counts[table].get(name, 0) + 1
-
-    def reconfigure(self, settings: Settings) -> None:
-        self.cache.config, self.cache.tuning = settings
-
-    async def recall(
-        self, text: str | TextRequest, tenant: str = "a", *, surface: str = "chat", verifier: HitVerifier | None = None
-    ) -> SemanticLookup:
-        asked = asking(text) if isinstance(text, str) else text
-        return await self.cache.recall(
-            tenant, asked, self.embedder, variant="mini fp_1", surface=surface, verifier=verifier
-        )
-
-    async def answered(
-        self, text: str | TextRequest, answer: StoredAnswer = ANSWER, tenant: str = "a", tags: Sequence[str] = ()
-    ) -> SemanticLookup:
-        """A request that misses, its answer kept."""
-        recall = await self.recall(tagged(text, *tags) if tags else text, tenant)
-        await self.cache.settle(recall, answer, self.embedder)
-        return recall
+from tests.support.semantic_bench import ANSWER, QUESTION, SAME, Bench, fixed, tagged
 
 
 def test_the_same_question_in_other_words_gets_the_kept_answer() -> None:
@@ -98,102 +38,6 @@ def test_the_same_question_in_other_words_gets_the_kept_answer() -> None:
         assert last.usage is not None
         assert last.usage.output_tokens == 0
         assert recall.entry.hits == 1
-
-    asynchronous(test)
-
-
-class Verifier:
-    """Gives every pair one score; None: it fails."""
-
-    def __init__(self, found: float | None, *, meanwhile: Callable[[], Awaitable[Any]] | None = None) -> None:
-        self.variant = "judge"
-        self.usage = TokenUsage(prompt_tokens=7)
-        self.found = found
-        self.pairs: list[tuple[str, str]] = []
-        self._meanwhile = meanwhile
-
-    async def score(self, one: str, other: str) -> float:
-        self.pairs.append((one, other))
-        if self._meanwhile is not None:
-            await self._meanwhile()
-        if self.found is None:
-            raise OSError("the verifier is gone")
-        return self.found
-
-
-def test_a_hit_must_also_convince_the_verifier() -> None:
-    async def test() -> None:
-        bench = Bench(fixed(verify_least=0.6))
-        await bench.answered(QUESTION)
-        sure = Verifier(0.6)
-        assert (await bench.recall(SAME, verifier=sure)).outcome == "hit"
-        assert sure.pairs == [(QUESTION, SAME)]
-        doubtful = await bench.recall(SAME, verifier=Verifier(0.59))
-        assert (doubtful.outcome, doubtful.reason, doubtful.entry) == ("refused", "verifier", None)
-        assert bench.counts["refusals"] == {"verifier": 1}
-        assert (await bench.recall(SAME, verifier=Verifier(None))).outcome == "unavailable"
-        far = Verifier(1.0)
-        assert (await bench.recall("What does the house wine cost?", verifier=far)).outcome == "miss"
-        assert far.pairs == []  # the verifier can only refuse
-        assert (await bench.recall(QUESTION, verifier=far)).outcome == "hit"
-        assert far.pairs == []  # the same text needs none
-        bench.reconfigure(fixed(threshold=0.999))
-        assert (await bench.recall(SAME, verifier=far)).outcome == "explore"
-        assert far.pairs == []  # the score alone is too low
-        assert bench.counts["verifications"] == {"yes": 1, "no": 1, "failed": 1}
-
-    asynchronous(test)
-
-
-def test_a_candidate_that_the_verifier_refuses_teaches_nothing_and_its_answer_is_kept_beside() -> None:
-    async def test() -> None:
-        bench = Bench(fixed())
-        await bench.answered(QUESTION)
-        refused = await bench.recall(SAME, verifier=Verifier(0.0))
-        await bench.cache.settle(refused, StoredAnswer("Another answer."), bench.embedder)
-        assert bench.counts["comparisons"] == {}
-        assert bench.cache.about("a")["entries"] == 2
-
-    asynchronous(test)
-
-
-def test_an_entry_that_is_invalidated_while_the_verifier_reads_is_not_served() -> None:
-    async def test() -> None:
-        bench = Bench(fixed())
-        await bench.answered(QUESTION)
-        verifier = Verifier(1.0, meanwhile=lambda: bench.cache.invalidate(tenant="a"))
-        assert (await bench.recall(SAME, verifier=verifier)).outcome == "miss"
-
-    asynchronous(test)
-
-
-def test_a_reranker_reads_a_pair_in_both_orders_and_the_lower_score_counts() -> None:
-    class Engine(EncoderEngine):
-        """Its number is higher if the shorter text comes first."""
-
-        def stream(self, request: GenerationRequest) -> Any:
-            stream = super().stream(request)
-            first = tokenizer().decode(list(request.prompt)).startswith("ab")
-            stream.vector = np.array([4.0 if first else -4.0], dtype="<f4")
-            return stream
-
-    async def test() -> None:
-        engine = Engine()
-        served = ServedVariant(
-            name="judge",
-            engine=engine,
-            tokenizer=tokenizer(),
-            context=64,
-            kind="reranker",
-            ranking=RankingSpec(template="pair", activation="identity"),
-        )
-        verifier = RerankerVerifier(served, Caller(tenant="a"), surface="voice")
-        lower = 1 / (1 + np.exp(4.0))
-        assert await verifier.score("ab", "xyz and more") == pytest.approx(lower)
-        assert await verifier.score("xyz and more", "ab") == pytest.approx(lower)
-        assert {(each.tenant, each.surface) for each in engine.text_request} == {("a", "voice")}
-        with pytest.raises(HeadraceError, match="no reranker"):
-            RerankerVerifier(replace(served, ranking=None), Caller(tenant="a"))
 
     asynchronous(test)
 
