@@ -46,6 +46,26 @@ struct BoundModel {
   nb::object pool;
 };
 
+// The peaks of logits, where they are given at all.
+template <typename A>
+A optional_peaks(const nb::object& peaks, int64_t rows, int64_t blocks) {
+  A array;
+  if (peaks.is_none()) return array;
+  try {
+    array = nb::cast<A>(peaks, false);
+  } catch (const nb::cast_error&) {
+    refuse("peaks must be an array of f32 or None");
+  }
+  check_natural(array, "peaks");
+  if (static_cast<int64_t>(array.shape(0)) != rows || static_cast<int64_t>(array.shape(1)) != blocks) {
+    refuse("peaks must be [" + std::to_string(rows) + ", " + std::to_string(blocks) + "]");
+  }
+  return array;
+}
+
+void bind_weights(nb::module_& module);
+void bind_memory(nb::module_& module);
+void bind_sampler(nb::module_& module);
 void bind_adapters(nb::module_& module);
 std::vector<const Adapter*> adapters_of(nb::list adapters);
 
