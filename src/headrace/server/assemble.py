@@ -21,7 +21,7 @@ from headrace.gateway.accounts.admin_operations import Actor
 from headrace.gateway.accounts.canary_policies import canary_updater
 from headrace.gateway.accounts.pin_operations import PinOperations
 from headrace.gateway.accounts.tenant_labels import TenantLabels
-from headrace.gateway.accounts.tenant_policies import CacheModes, LimitScopes, budget_updater
+from headrace.gateway.accounts.tenant_policies import CacheModes, CacheName, LimitScopes, budget_updater
 from headrace.gateway.background_tasks import BackgroundTasks
 from headrace.gateway.caches.exact.exact_cache import ExactCache
 from headrace.gateway.caches.results.result_cache import ResultCache, declared_lifetimes_s
@@ -80,16 +80,17 @@ def assemble(
     )
     kept_s = declared_lifetimes_s(config.pipelines, config.tools)
     results = ResultCache.from_config(config.cache.results, database, environ, is_used=used, kept_s=kept_s)
-    named = (("exact", exact), ("semantic", semantic), ("results", results))
+    named: tuple[tuple[CacheName, ExactCache | SemanticCache | ResultCache | None], ...] = (
+        ("exact", exact),
+        ("semantic", semantic),
+        ("results", results),
+    )
     caches = {name: cache for name, cache in named if cache is not None}
     store = None if shared is None else shared.accounts
     accounts = AccountServices.from_config(config, database, environ, caches, store=store)
-    if exact is not None:
-        exact.modes = replace(exact.modes, tenants=CacheModes(accounts.directory, "exact"))
-    if semantic is not None:
-        semantic.modes = replace(semantic.modes, tenants=CacheModes(accounts.directory, "semantic"))
-    if results is not None:
-        results.modes = replace(results.modes, tenants=CacheModes(accounts.directory, "results"))
+    for name, cache in named:
+        if cache is not None:
+            cache.modes = replace(cache.modes, tenants=CacheModes(accounts.directory, name))
     if own_ledger is not None:
         accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
     capacity = CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s)

@@ -99,10 +99,13 @@ def _budgets(settings: TenantConfig) -> TenantBudgets:
     return TenantBudgets(settings.budgets, settings.budget_fail)
 
 
+CacheName = Literal["exact", "semantic", "results"]
+
+
 class CacheModes(Mapping[str, CacheMode]):
     """A cache's modes by tenant, for tenants with a mode of their own."""
 
-    def __init__(self, directory: AccountDirectory, cache: Literal["exact", "semantic", "results"]) -> None:
+    def __init__(self, directory: AccountDirectory, cache: CacheName) -> None:
         self._directory = directory
         self._cache = cache
 
