@@ -14,7 +14,6 @@ from headrace.errors import RequestError
 from headrace.surfaces import SurfaceOptions
 
 DEFAULT_MODEL = "mini"  # bundled
-IMAGE_PATCHES = 16384
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -23,7 +22,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     group: str | int | None = None
     keep: tuple[str, ...] = ()
     image_weights: str = "auto"  # of the image part: bf16 if the files hold it so, or else f32
-    image_patches: int = IMAGE_PATCHES  # of one image, which the image part computes in one step
+    image_patches: int = 16384  # of one image that the image part computes in one step; larger ones are scaled down
     kv: str = "bf16"
     threads: int | None = None  # None: all of the machine's cores
     context: int | None = None  # tokens of one sequence

@@ -9,23 +9,18 @@ import numpy as np
 import pytest
 
 import headrace._core as _core
-from headrace.config import ImagesConfig
 from headrace.engine.executors.cpu_executor import choose_isa, memory_of
-from headrace.engine.executors.image_encoder import ImageEncoder
 from headrace.engine.executors.patch_tower import PatchTower
 from headrace.engine.executors.square_tower import EncoderSteps
-from headrace.gateway.api_errors import ApiError
-from headrace.gateway.images.image_reader import ImageReader
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors
-from headrace.models.text.tokenizer import Tokenizer
-from headrace.models.vision.encoding_memory import encoding_bytes, image_patches, most_patches
-from headrace.models.vision.image_layout import Size
+from headrace.models.vision.encoding_memory import encoding_bytes, most_patches
+from headrace.models.vision.image_layout import ImageGrid, Size
+from headrace.models.vision.image_part_digest import image_part_digest
 from headrace.models.vision.vision_folder import VisionFolder, image_bytes, open_vision, tower_bytes
 from headrace.variant import Variant
 from tests.models.vision.test_llava import write_llava
 from tests.models.vision.test_qwen_vl import write_qwen
-from tests.support.tiny_vision import data_url, picture
 
 WRITERS: dict[str, Any] = {"pixtral": write_llava, "qwen2.5": write_qwen}
 
@@ -68,9 +63,9 @@ def test_the_largest_image_counts_in_the_memory_of_a_served_model(folder: Path) 
     vision = open_vision(folder)
     sizes = [(side * 37, side * 23) for side in range(1, 60)]
     grids = [vision.layout.grid(Size(*each)) for each in sizes]
-    most = most_patches(vision.tower, vision.layout, 1 << 30)
-    assert 0.5 * most < max(image_patches(vision.tower, grid) for grid in grids) <= most
-    assert most_patches(vision.tower, vision.layout, 16) == 16
+    most = most_patches(vision.tower, vision.layout)
+    assert 0.5 * most < max(patches(vision, grid) for grid in grids) <= most
+    assert most_patches(vision.tower, vision.within(16).layout) == 16
 
     def need(**options: Any) -> int:
         return memory_of(open_model(folder), Variant(model=str(folder), context=64, **options)).images
@@ -79,25 +74,23 @@ def test_the_largest_image_counts_in_the_memory_of_a_served_model(folder: Path) 
     assert need(image_patches=16) == image_bytes(folder, "auto", 16) < need()
 
 
-def test_a_larger_image_gets_400_before_it_is_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
+@pytest.mark.parametrize("most", [64, 256, 1 << 30])
+def test_larger_images_are_scaled_down_and_smaller_ones_stay(folder: Path, most: int) -> None:
     vision = open_vision(folder)
-    monkeypatch.setattr("headrace.gateway.images.image_reader.read_tiles", pytest.fail)
-    tokenizer = Tokenizer.load(folder, open_model(folder).spec.vocab_size)
-    encoder = ImageEncoder(vision)
-    reader = ImageReader("see", vision, encoder, tokenizer, ImagesConfig(), patches=64)
-    small, large = ({"url": data_url(picture(side, side))} for side in (8, 200))
+    bounded = vision.within(most)
+    for side in (1, 8, 30, 100, 500, 2000):
+        size = Size(side, 2 * side)
+        found, published = bounded.layout.grid(size), vision.layout.grid(size)
+        assert patches(vision, found) <= most
+        # Pixtral's images fit into a square, so a long one may be scaled down further. Qwen's small ones are scaled up.
+        if 64 < 2 * patches(vision, published) <= most:
+            assert found == published
+    changed = most < most_patches(vision.tower, vision.layout)
+    assert (image_part_digest(bounded, vision.plan()) != image_part_digest(vision, vision.plan())) == changed
 
-    async def run() -> None:
-        [found] = await reader.measured([small])
-        assert image_patches(vision.tower, found.grid) <= 64
-        with pytest.raises(ApiError, match=r"Expected at most 64 \(options.image_patches of 'see'\)") as caught:
-            await reader.measured([large])
-        assert (caught.value.status, caught.value.parameter) == (400, "messages")
-        await reader.close()
 
-    asyncio.run(run())
+def patches(vision: VisionFolder, grid: ImageGrid) -> int:
+    return grid.size.height * grid.size.width // vision.tower.patch_size**2
 
 
 def test_features_are_the_same_bits_in_a_kept_step_and_in_one_of_their_own(folder: Path) -> None:

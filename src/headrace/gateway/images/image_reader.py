@@ -20,7 +20,7 @@ from headrace.config.images_section import ImagesConfig
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.engine.interface.image_rows import ImageRows
 from headrace.engine.process.wire import MOST_FRAME
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError, as_api_error, invalid_request
 from headrace.gateway.images.encoding_queue import EncodingQueue
 from headrace.gateway.images.feature_cache import FeatureCache, FeatureKey, Tiles
@@ -28,12 +28,10 @@ from headrace.gateway.images.message_images import decode_data_url, template_par
 from headrace.models.families.vision.vision_tower import TowerSpec
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.text.user_text import UserText, join
-from headrace.models.vision.encoding_memory import image_patches
 from headrace.models.vision.image_layout import ImageGrid, ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import VisionFolder
 from headrace.observe import metrics
-from headrace.variant import IMAGE_PATCHES
 
 if TYPE_CHECKING:
     from headrace.engine.executors.image_encoder import ImageEncoder
@@ -70,17 +68,13 @@ class ImageReader:
         encoder: ImageEncoder,
         tokenizer: Tokenizer,
         config: ImagesConfig,
-        *,
-        patches: int = IMAGE_PATCHES,
     ) -> None:
-        """`patches`: the most of one image that are encoded in one step."""
         self._name = name
         self._tower = vision.tower
         self._layout = vision.layout
         self._encoder = encoder
         self.tokenizer = tokenizer
         self._config = config
-        self._patches = patches
         self._cache = FeatureCache(config.cache_bytes, name)
         self._queue: EncodingQueue[Tiles] = EncodingQueue(metrics.images_waiting.labels(name).set)
         self._texts = image_texts(self._tower, tokenizer)
@@ -117,19 +111,9 @@ class ImageReader:
         data: bytes = source()
         try:
             grid = self._layout.grid(measure(data, self._config.pixels))
-            self._check_patches(grid)
         except HeadraceError as error:
             raise _about_messages(error) from None
         return MeasuredImage(data, hashlib.sha256(data).digest(), grid)
-
-    def _check_patches(self, grid: ImageGrid) -> None:
-        found = image_patches(self._tower, grid)
-        if found > self._patches and not self._tower.image_size:
-            raise RequestError(
-                f"The image has {found} patches at {grid.size.width} x {grid.size.height} pixels. Expected at most "
-                f"{self._patches} (options.image_patches of '{self._name}'). Send a smaller one.",
-                parameter="messages",
-            )
 
     def template_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the model's template takes them: with parts, or with the image's token in the text."""

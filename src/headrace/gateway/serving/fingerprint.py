@@ -55,7 +55,7 @@ def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
     for name in _FILES:
         yield from named(name, _content(folder.path / name))
     yield from samples(folder.weights, {part.name for parts in folder.sources.values() for part in parts})
-    image_part = read_digest(folder.path, variant.image_weights)
+    image_part = read_digest(folder.path, variant)
     if image_part is not None:
         yield from named("image part", image_part)
 

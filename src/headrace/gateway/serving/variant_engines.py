@@ -183,7 +183,7 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
         return {"no_images": f"Headrace loads no image part of {architecture}. Send text only."} if unread else {}
     try:
         require_pillow()
-        vision = open_vision(folder.path)
+        vision = open_vision(folder.path).within(engine.variant.image_patches)
     except HeadraceError as error:
         log.warning("'%s' reads no images. %s", name, error)
         return {"no_images": str(error)}
@@ -198,7 +198,7 @@ def _images(name: str, folder: ModelFolder, engine: VariantEngine, config: Confi
         cache=cache_folder() if variant.cache else None,
         weights=variant.image_weights,
     )
-    reader = ImageReader(name, vision, encoder, engine.tokenizer, config.images, patches=variant.image_patches)
+    reader = ImageReader(name, vision, encoder, engine.tokenizer, config.images)
     return {"images": reader}
 
 

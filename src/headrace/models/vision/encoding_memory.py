@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.models.families.vision.vision_tower import TowerSpec
-from headrace.models.vision.image_layout import ImageGrid, ImageLayout
+from headrace.models.vision.image_layout import ImageLayout
 
 _FLOAT: Final = 4  # bytes
 _PADDED: Final = 128  # floats; the core's rows are multiples of this
@@ -17,18 +17,11 @@ _PIXELS: Final = 6  # floats of one pixel's channel: in double, in float and in 
 _ROWS: Final = 6  # vectors of one patch outside the core: before and after the layers, and for the connector
 
 
-def image_patches(tower: TowerSpec, grid: ImageGrid) -> int:
-    """Return the patches that are computed in one step for an image: those of a tile, or all of them."""
+def most_patches(tower: TowerSpec, layout: ImageLayout) -> int:
+    """Return the patches of the largest step: those of a tile, or of the largest image that the layout makes."""
     if tower.image_size:
         return tower.side**2
-    return grid.size.height * grid.size.width // tower.patch_size**2
-
-
-def most_patches(tower: TowerSpec, layout: ImageLayout, allowed: int) -> int:
-    """Return the patches of the largest step: of the largest image that the layout makes, but at most `allowed`."""
-    if tower.image_size:
-        return tower.side**2
-    return min(layout.most_pixels // tower.patch_size**2, allowed)
+    return layout.most_pixels // tower.patch_size**2
 
 
 def encoding_bytes(tower: TowerSpec, patches: int) -> int:

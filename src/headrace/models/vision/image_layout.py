@@ -84,6 +84,10 @@ class ImageLayout(msgspec.Struct, frozen=True, kw_only=True):
         """The pixels of the largest image that the tower computes; 0 where tiles have one size."""
         return 0
 
+    def within(self, pixels: int) -> ImageLayout:
+        """Return a layout that scales larger images down to so many pixels, where the tower computes a whole image."""
+        return self
+
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         """Return the text whose tokens take the mark's place in a prompt."""
         raise NotImplementedError

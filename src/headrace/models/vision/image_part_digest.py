@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ModelError
-from headrace.models.precision import AUTO, WeightPlan
+from headrace.models.precision import WeightPlan
 from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision
 from headrace.models.weight_samples import named, samples
+from headrace.variant import Variant
 
 
 def image_part_digest(vision: VisionFolder, plan: WeightPlan) -> bytes:
@@ -26,12 +27,12 @@ def image_part_digest(vision: VisionFolder, plan: WeightPlan) -> bytes:
     return digest.digest()
 
 
-def read_digest(path: Path, weights: str = AUTO) -> bytes | None:
-    """Return the digest of a model's image part; None if Headrace reads no images with this model."""
+def read_digest(path: Path, variant: Variant) -> bytes | None:
+    """Return the digest of a model's image part as a variant computes it; None if Headrace reads no images with it."""
     try:
         if not has_vision(path):
             return None
-        vision = open_vision(path)
-        return image_part_digest(vision, vision.plan(weights))
+        vision = open_vision(path).within(variant.image_patches)
+        return image_part_digest(vision, vision.plan(variant.image_weights))
     except ModelError:
         return None  # the server says why when it opens the image part, and serves text

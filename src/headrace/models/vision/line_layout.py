@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
+
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.vision.vision_tower import TowerSpec
 from headrace.models.formats.json_file import read_json
@@ -31,6 +33,10 @@ class LineLayout(ImageLayout, frozen=True, kw_only=True):
     @property
     def most_pixels(self) -> int:
         return (-(-self.longest_edge // self.square) * self.square) ** 2
+
+    def within(self, pixels: int) -> LineLayout:
+        edge = max(math.isqrt(pixels) // self.square, 1) * self.square
+        return replace(self, longest_edge=min(self.longest_edge, edge))
 
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         line = texts.image * grid.tile_tokens

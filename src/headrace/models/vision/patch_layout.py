@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from msgspec.structs import replace
+
 from headrace.errors import RequestError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families.vision.vision_tower import TowerSpec
@@ -49,6 +51,10 @@ class PatchLayout(ImageLayout, frozen=True, kw_only=True):
     @property
     def most_pixels(self) -> int:
         return self.most
+
+    def within(self, pixels: int) -> PatchLayout:
+        most = max(min(self.most, pixels), self.square**2)
+        return replace(self, most=most, least=min(self.least, most // 4))  # growing rounds both sides up
 
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
         return texts.image * grid.tile_tokens

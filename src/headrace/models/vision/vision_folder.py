@@ -62,6 +62,10 @@ class VisionFolder(NamedTuple):
         parts = (part.name for parts in self.folder.sources.values() for part in parts)
         return frozenset(parts) | {_extra_name(self.folder, extra) for extra in self.tower.extras}
 
+    def within(self, patches: int) -> VisionFolder:
+        """Return an image part that scales images down so that it computes at most so many patches in one step."""
+        return self._replace(layout=self.layout.within(patches * self.tower.patch_size**2))
+
     def plan(self, weights: str = AUTO) -> WeightPlan:
         """Return the precision of the tower's products: f32, bf16 or int8. "auto" is bf16 where the files hold it, so
         that f32 would only take more memory, or else f32."""
@@ -106,7 +110,7 @@ def image_bytes(path: Path, weights: str, patches: int) -> int:
     vision = _read_vision(path)
     if vision is None:
         return 0
-    largest = most_patches(vision.tower, vision.layout, patches)
+    largest = most_patches(vision.tower, vision.within(patches).layout)
     return _weight_bytes(vision, weights) + encoding_bytes(vision.tower, largest)
 
 
