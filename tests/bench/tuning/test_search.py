@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -103,21 +104,28 @@ def test_a_machine_on_which_nothing_helps_keeps_nothing(seed: int) -> None:
 
 def test_a_lossy_level_that_harms_quality_is_rolled_back_however_fast_it_is() -> None:
     machine = Simulated(harmful=True, noise=0.01)
-    result = walk_levels(START, LEVELS, machine)[-1]
-    assert (result.level, result.outcome) == ("kv8", "rolled back")
+    result = _first("kv8", walk_levels(START, LEVELS, machine))
+    assert result.outcome == "rolled back"
     assert result.gain == pytest.approx(1.4, rel=0.05)
     assert result.reason == "the gate failed: KL 0.400, at most 0.020"
     assert result.setting["kv8"] == 0
     assert machine.gated
-    good = walk_levels(START, LEVELS, Simulated(noise=0.01))[-1]
+    good = _first("kv8", walk_levels(START, LEVELS, Simulated(noise=0.01)))
     assert (good.outcome, good.setting["kv8"]) == ("kept", 1)
     assert "gate: KL 0.001" in good.reason
 
 
-def test_lossless_levels_come_first_and_never_see_the_gate() -> None:
+def _first(level: str, results: Sequence[LevelResult]) -> LevelResult:
+    return next(result for result in results if result.level == level)
+
+
+def test_lossless_levels_come_first_and_never_see_the_gate_and_last_once_more() -> None:
     machine = Simulated(noise=0.01)
     results = walk_levels(START, [LEVELS[-1], *LEVELS[:-1]], machine)
-    assert results[-1].level == "kv8"
+    count = len(LEVELS)
+    assert [result.walk for result in results] == [1] * count + [2] * (len(results) - count)
+    assert [result.level for result in results if result.lossy] == [results[count - 1].level] == ["kv8"]
+    assert results[-1].walk == 2
     assert len(machine.gated) == 1
 
 

@@ -19,6 +19,7 @@ _CALIBRATION: Final = 5  # pairs of the first setting with itself, which show th
 _FUTILE: Final = 5  # pairs after which a level without a gain is given up
 _QUANTILE: Final = 3.3  # of the normal distribution, two-sided 99.9 %: a walk looks many times at many levels
 _SLOWER: Final = 0.97  # of the speed that a level for memory may cost
+_WIDE: Final = 2.0  # high / low of an interval that proves no gain yet: a burst of other work may have made it
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -158,14 +159,13 @@ def walk_levels(
         return result.outcome == "kept"
 
     lossless = [level for level in levels if not level.lossy]
-    for walk in range(1, rules.passes + 1):
-        again = [level for level in lossless if walk == 1 or (not level.skip and len(level.choices) > 1)]
-        changed = [run(level, walk) for level in again]
+    changed = [run(level, 1) for level in (*lossless, *(level for level in levels if level.lossy))]
+    # Last, so that a short time is spent on what was never tried, and because other weights want other threads.
+    again = [level for level in lossless if not level.skip and len(level.choices) > 1]
+    for walk in range(2, rules.passes + 1):
         if not any(changed):
             break
-    for level in levels:
-        if level.lossy:
-            run(level, 1)
+        changed = [run(level, walk) for level in again]
     return found
 
 
@@ -262,7 +262,9 @@ def compare_settings(
             (befores if each is current else afters).append(sample)
         ratios.append(math.log(max(afters[-1].score, 1e-12) / max(befores[-1].score, 1e-12)))
         gain, low, high = noise.interval(ratios)
-        if len(ratios) >= rules.least_pairs and (high < wanted or (low > 1.0 and gain >= wanted)):
+        if len(ratios) >= rules.least_pairs and (
+            high < wanted or (low > 1.0 and gain >= wanted and high < _WIDE * low)
+        ):
             break
         if level.aim == "speed" and len(ratios) >= _FUTILE and gain < 1.0 + rules.least_gain / 2.0:
             break
