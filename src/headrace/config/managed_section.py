@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from headrace.config.value_types import Count, Finding, Port, Seconds, Section, Text
 
-MANAGED_KINDS: Final = ("vllm", "sglang", "llama.cpp")
+MANAGED_KINDS: Final = ("vllm", "sglang", "llama.cpp", "openvino")
 Variables = Annotated[dict[str, str], Meta(extra={"secret": True})]  # values may be secrets, such as a hub's token
 _Gpu = Annotated[int, Meta(ge=0, le=1023)]
 
@@ -53,8 +53,14 @@ def check_managed(
         yield f"{where}.kind", f"expected one of {', '.join(MANAGED_KINDS)} for a managed engine, found {kind}"
     if processes > 1:
         yield here, "this needs server.processes = 1: each process would start an engine of its own"
-    if kind == "llama.cpp" and config.quantisation is not None:
-        yield f"{here}.quantisation", "llama.cpp takes the quantisation of the file; choose another file"
+    if kind in ("llama.cpp", "openvino") and config.quantisation is not None:
+        yield f"{here}.quantisation", f"{kind} takes the quantisation of the files; choose others"
+    if kind == "openvino":
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(config, name) > 1:
+                yield f"{here}.{name}", "openvino computes a model on one device; expected 1"
+        if config.adapters:
+            yield f"{here}.adapters", "this needs vllm, sglang or llama.cpp"
     parallel = config.tensor_parallel * config.pipeline_parallel
     if config.gpus is not None and kind != "llama.cpp" and parallel != len(config.gpus):
         yield (

@@ -20,7 +20,7 @@ from headrace.config.value_types import Count, Finding, Seconds, Secret, Section
 # Header values may be secrets too.
 Headers = Annotated[dict[str, str], Meta(extra={"secret": True})]
 
-UpstreamKind = Literal["compatible", "openai", "vllm", "sglang", "llama.cpp", "tgi", "headrace"]
+UpstreamKind = Literal["compatible", "openai", "vllm", "sglang", "llama.cpp", "openvino", "tgi", "headrace"]
 GrammarName = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 ThinkingParameter = Literal["none", "template", "effort"]
 
@@ -135,6 +135,18 @@ KINDS: Final[Mapping[str, UpstreamFeatures]] = {
         bypass=True,
     ),
     "llama.cpp": msgspec.structs.replace(_OPEN, n=False, bypass=True),
+    "openvino": msgspec.structs.replace(  # the server that comes with Headrace
+        _OPEN,
+        images=False,
+        embeddings=False,
+        n=False,
+        logprobs=False,
+        tools=False,
+        parallel_tool_calls=False,
+        logit_bias=False,
+        min_tokens=True,
+        stop_token_ids=True,
+    ),
     "tgi": msgspec.structs.replace(
         _COMPATIBLE, completions=True, n=False, parallel_tool_calls=False, grammars=(), logit_bias=False
     ),
@@ -155,6 +167,7 @@ HEALTH: Final[Mapping[str, str]] = {
     "vllm": "/health",
     "sglang": "/health",
     "llama.cpp": "/health",
+    "openvino": "/health",
     "tgi": "/health",
     "headrace": "/health/ready",
 }

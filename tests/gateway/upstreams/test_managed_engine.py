@@ -69,12 +69,17 @@ def test_each_engine_gets_its_own_arguments() -> None:
         "llama-server --model m --host 127.0.0.1 --port 7 --alias big --metrics --split-mode row --n-gpu-layers 999 "
         "--cache-type-k q8_0 --cache-type-v q8_0 --ctx-size 512 --parallel 8"
     )
+    found = command("openvino", gpus=(1,), sequences=8, kv_dtype="u8")
+    assert found.endswith(
+        "-m headrace.server.openvino_server m --host 127.0.0.1 --port 7 --served-model-name big --device GPU.1 "
+        "--kv-cache-dtype u8 --max-model-len 64 --max-num-seqs 8"
+    )
     assert command("vllm") == "vllm serve m --host 127.0.0.1 --port 7 --served-model-name big --max-model-len 64"
     assert command("llama.cpp", command=("nice", "llama-server")).startswith("nice llama-server --model m")
 
 
 def test_the_key_is_in_the_environment_and_not_in_the_arguments() -> None:
-    for kind, variable in (("vllm", "VLLM_API_KEY"), ("llama.cpp", "LLAMA_API_KEY")):
+    for kind, variable in (("vllm", "VLLM_API_KEY"), ("llama.cpp", "LLAMA_API_KEY"), ("openvino", "OPENVINO_API_KEY")):
         config = ManagedConfig(model="m", gpus=(2, 3), environment={"A": "b"})
         found = environment_of(kind, config, {"PATH": "/bin"}, key="secret")
         assert found == {"PATH": "/bin", "A": "b", "CUDA_VISIBLE_DEVICES": "2,3", variable: "secret"}
@@ -114,6 +119,9 @@ def test_the_load_is_read_from_the_engines_metrics(kind: str, text: str, expecte
         ("openai", {}, 1, "x.kind"),
         ("vllm", {}, 2, "x.managed"),
         ("llama.cpp", {"managed": {"quantisation": "awq"}}, 1, "x.managed.quantisation"),
+        ("openvino", {"managed": {"quantisation": "awq"}}, 1, "x.managed.quantisation"),
+        ("openvino", {"managed": {"tensor_parallel": 2}}, 1, "x.managed.tensor_parallel"),
+        ("openvino", {"managed": {"adapters": {"a": "b"}}}, 1, "x.managed.adapters"),
         ("vllm", {"managed": {"gpus": (0, 1), "tensor_parallel": 4}}, 1, "x.managed.gpus"),
         ("vllm", {"managed": {"gpus": (0, 1), "tensor_parallel": 2}}, 1, None),
     ],

@@ -173,6 +173,44 @@ async def test_a_real_vllm_that_hangs_is_replaced() -> None:
     assert engine.pid is None
 
 
+@pytest.mark.parametrize("split", ["tensor_parallel", "pipeline_parallel"])
+@asynchronous
+async def test_a_real_vllm_that_two_processes_share_gives_the_same_answer(split: str) -> None:
+    async def answer(**managed: Any) -> tuple[str, int]:
+        """Return a greedy answer, and how many processes computed it."""
+        upstream = opened(**managed)
+        await upstream.start()
+        engine = upstream.engine
+        assert engine is not None
+        try:
+            (choice,) = await soon(answered(upstream, max_tokens=24, ignore_eos=True), PATIENCE)
+            return choice.content, len(_computing(engine.pid))
+        finally:
+            await upstream.close()
+
+    alone, one = await answer()
+    shared, two = await answer(**{split: 2})
+    assert shared == alone
+    assert (one, two) == (1, 2)
+
+
+def _computing(pid: int | None) -> list[str]:
+    """Return the processes under vLLM's server that have loaded weights: its engine, or the workers of it."""
+    table = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    children: dict[str, list[tuple[str, str]]] = {}
+    for line in table.splitlines():
+        each, parent, name = line.split(maxsplit=2)
+        children.setdefault(parent, []).append((each, name))
+    found: list[tuple[str, str]] = []
+    waiting = [str(pid)]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += [each for each, _ in below]
+    workers = [each for each, name in found if "VLLM::Worker" in name]
+    return workers or [each for each, name in found if "VLLM::EngineCore" in name]
+
+
 @asynchronous
 async def test_a_start_that_takes_too_long_and_one_that_fails_are_errors() -> None:
     upstream = opened(start_s=0.5)

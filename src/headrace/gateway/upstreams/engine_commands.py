@@ -15,6 +15,7 @@ _COMMANDS: Final[Mapping[str, Sequence[str]]] = {
     "vllm": ("vllm", "serve"),
     "sglang": (sys.executable, "-m", "sglang.launch_server"),
     "llama.cpp": ("llama-server",),
+    "openvino": (sys.executable, "-m", "headrace.server.openvino_server"),
 }
 _METRICS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "vllm": {
@@ -31,6 +32,11 @@ _METRICS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
         "running": ("llamacpp:requests_processing",),
         "waiting": ("llamacpp:requests_deferred",),
         "kv_used": ("llamacpp:kv_cache_usage_ratio",),
+    },
+    "openvino": {
+        "running": ("openvino:requests_running",),
+        "waiting": ("openvino:requests_waiting",),
+        "kv_used": ("openvino:kv_cache_usage_ratio",),
     },
 }
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+([-+.\deEinfNa]+)\s*$", re.MULTILINE)
@@ -90,6 +96,14 @@ def command_of(
             }
             if adapters:
                 given += ["--lora-paths", *adapters]
+        case "openvino":
+            given += [config.model, *address, "--served-model-name", served_name]
+            options = {
+                "--device": None if config.gpus is None else f"GPU.{config.gpus[0]}",
+                "--kv-cache-dtype": config.kv_dtype,
+                "--max-model-len": context,
+                "--max-num-seqs": config.sequences,
+            }
         case _:
             given += ["--model", config.model, *address, "--alias", served_name, "--metrics"]
             split = "row" if config.tensor_parallel > 1 else "layer" if config.pipeline_parallel > 1 else None
@@ -116,7 +130,7 @@ def environment_of(kind: str, config: ManagedConfig, environ: Mapping[str, str],
     found = {**environ, **config.environment}
     if config.gpus is not None:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.gpus))
-    variable = {"vllm": "VLLM_API_KEY", "llama.cpp": "LLAMA_API_KEY"}.get(kind)
+    variable = {"vllm": "VLLM_API_KEY", "llama.cpp": "LLAMA_API_KEY", "openvino": "OPENVINO_API_KEY"}.get(kind)
     if variable is not None:
         found[variable] = key
     return found
