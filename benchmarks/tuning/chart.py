@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="*", default=sorted(RESULTS.glob("*.json")))
     parser.add_argument("--out", type=Path, default=CHART)
     options = parser.parse_args()
-    reports = {path.stem.split("-")[-1]: json.loads(path.read_text(encoding="utf-8")) for path in options.results}
+    read = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
+    reports = {report["model"]: report for report in read}
     options.out.write_text(chart(reports), encoding="utf-8")
     print(options.out)
 
