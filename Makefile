@@ -111,7 +111,9 @@ chat: $(STAMPS)/core
 services:
 	@sh tests/services.sh
 
+# Modules are compiled ahead, because the first processes would all do it at the same time.
 test: $(STAMPS)/core $(STAMPS)/test $(STAMPS)/encoder $(STAMPS)/chat-model
+	@$(BIN)/python -m compileall -q -j 0 src tests/support training
 	@$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS)
 
 # -S disables the editable install's import hook, so that the tests import the sanitized build. The sanitizer must be

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from headrace.models.synthetic.random_model import write_random_model
-
 # Before torch is imported, here and in every process that a test starts. Its threads spin while they wait for each
 # other: beside other work on the same cores, a step of training takes seconds instead of milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests start hundreds of processes. Where Python may not keep bytecode, as in many images, each of them compiles the
+# package again, which doubles the time that a server takes to start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Tests pass on a busy machine too: examples may take any time.
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -26,9 +31,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collection, and keep what is there then out of later ones: it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama-like decoder with random weights; not to be changed."""
+    from headrace.models.synthetic.random_model import write_random_model  # compiled only once from here on
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
     write_random_model("tiny", folder, seed=1)
     return folder

@@ -16,7 +16,7 @@ import pytest
 from headrace.cli import COMMANDS, INTERRUPTED, module_of
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 60.0  # seconds
+PATIENCE = 120.0  # seconds
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -53,7 +53,7 @@ def start(folder: Path, *flags: str) -> Server:
 def end(server: Server) -> int:
     server.process.send_signal(signal.SIGTERM)
     try:
-        return server.process.wait(30)
+        return server.process.wait(120)
     except subprocess.TimeoutExpired:
         server.process.kill()
         raise
@@ -91,11 +91,11 @@ def base_url(server: Server) -> str:
 
 @pytest.fixture(scope="session")
 def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as found:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def http(server: Server) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=server.url, timeout=60) as found:
+    with httpx2.Client(base_url=server.url, timeout=120) as found:
         yield found

@@ -26,7 +26,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
 
 
@@ -107,7 +107,7 @@ def test_a_message_batch_is_run_and_its_results_are_read(client: anthropic.Anthr
         ]
     )
     assert batch.request_counts.processing == 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -324,7 +324,7 @@ def test_curl_as_the_server_itself_proposes(server: Server) -> None:
     found = re.search(r"^  (curl .*\\\n.*)$", printed, re.MULTILINE)
     assert found
     command = found[1].replace("curl ", "curl -sS --fail ", 1)
-    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=120, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 

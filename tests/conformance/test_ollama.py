@@ -29,7 +29,7 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[ollama.Client]:
-    with ollama.Client(server.url, timeout=60) as found:
+    with ollama.Client(server.url, timeout=120) as found:
         yield found
 
 

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def upload(client: openai.OpenAI, content: bytes, name: str = "requests.jsonl", **wishes: Any) -> Any:

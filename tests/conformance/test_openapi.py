@@ -42,7 +42,7 @@ def check(operation: Any, url: str) -> None:
     )
     def sent(case: Any) -> None:
         shorten(case)
-        reply = case.call(base_url=url, timeout=60)
+        reply = case.call(base_url=url, timeout=120)
         assert reply.status_code < 500 or reply.status_code in (503, 507), reply.text
         if reply.status_code >= 400:
             error = reply.json()["error"]

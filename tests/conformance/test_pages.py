@@ -204,7 +204,7 @@ def chat(server: Server, number: int) -> str:
         "metadata": {"conversation": str(number)},
     }
     headers = {"authorization": "Bearer key-of-ops"}
-    answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
     answer.raise_for_status()
     return answer.json()["model"]
 

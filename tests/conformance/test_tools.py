@@ -177,7 +177,7 @@ def test_calls_of_auto_are_json_that_fits_the_schema_whatever_the_seed(base_url:
     """Without `strict`. The bundled model calls in two of three answers, and breaks some of them if it is let."""
 
     async def all_seeds() -> list[ChatCompletion]:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as many:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as many:
             return await asyncio.gather(
                 *(
                     many.chat.completions.create(

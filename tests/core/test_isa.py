@@ -27,7 +27,7 @@ def with_isa(value: str | None, arithmetic: str = "") -> subprocess.CompletedPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -53,7 +53,7 @@ except (RuntimeError, MemoryError, OSError):
     assert _core.Pool(3).threads == 3
     print("refused")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
 
 

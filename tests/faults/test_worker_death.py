@@ -357,7 +357,7 @@ def test_a_worker_does_not_outlive_whoever_started_it(tiny_folder: Path, tmp_pat
     assert started.error is None
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     assert not (tmp_path / "folder").exists()
 
 

@@ -92,7 +92,7 @@ class Gateways:
 async def gateways(folder: Path) -> AsyncGenerator[Gateways]:
     found = Gateways(folder)
     try:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(120.0):
             yield found
     finally:
         await found.close()

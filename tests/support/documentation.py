@@ -7,6 +7,8 @@ HTML comments `<!-- example: ... -->` that change it. A block for which neither 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
 import os
 import re
@@ -23,6 +25,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
+
+from headrace.cli import main
 
 WAIT_S = 300  # for a server or a block that ends on no machine
 PORT = re.compile(r"(localhost|127\.0\.0\.1):8000\b")
@@ -176,15 +181,29 @@ class Reader:
         elif example.language == "toml":
             self._configuration = (self._configuration if kind == "continues" else "") + text
             (self.folder / "headrace.toml").write_text(self._configuration)
-            variables = re.findall(r'^\w*_env = (?:\{ [\w-]+ = )?"(\w+)"', self._configuration, re.MULTILINE)
-            unset = "".join(f"export {name}=${{{name}:-value-of-{name.lower()}}}\n" for name in variables)
-            self._bash(f"({unset}headrace config check headrace.toml)")
+            self._check_configuration()
         else:
             json.loads(text)
             method, path = kind, rest
             self._bash(f"cat > .body.json <<'BODY'\n{text}BODY\n")
             header = "content-type: application/json"
             self.output = self._bash(f"curl -sS -X {method} {self.url}{path} -H '{header}' -d @.body.json")
+
+    def _check_configuration(self) -> None:
+        """Do as `headrace config check headrace.toml` would in the reader's shell, with the imports of this process."""
+        variables = re.findall(r'^\w*_env = (?:\{ [\w-]+ = )?"(\w+)"', self._configuration, re.MULTILINE)
+        unset = "".join(f"export {name}=${{{name}:-value-of-{name.lower()}}}\n" for name in variables)
+        environment = dict(each.split("=", 1) for each in self._bash(f"({unset}env -0)").split("\0")[:-1])
+        output = io.StringIO()
+        with (
+            mock.patch.dict(os.environ, environment, clear=True),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
+            code = main(["config", "check", "headrace.toml"])
+        if code != 0:
+            raise ExampleError(f"exit code {code}, not 0:\nheadrace config check headrace.toml\n{output.getvalue()}")
 
     def stop(self) -> None:
         """Stop the server as Ctrl-C does."""

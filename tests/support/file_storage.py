@@ -19,7 +19,7 @@ from headrace.server.api.batches.batches import BatchBackoff, Batches, RunReques
 from headrace.server.api.files import FileRecord, FileStore
 from tests.support.clock import Clock
 
-PATIENCE = 120.0  # seconds, after which a whole test has failed; on a busy machine it may take long
+PATIENCE = 300.0  # seconds, after which a whole test has failed; on a busy machine it may take long
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

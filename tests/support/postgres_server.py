@@ -91,7 +91,7 @@ def serving() -> Generator[Server]:
         data = str(folder / "data")
         # Nothing of it has to outlive the tests, so nothing waits for the disk.
         made = [initdb, "-D", data, "-U", "tests", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]
-        subprocess.run(made, check=True, capture_output=True, timeout=60, **_as(user))
+        subprocess.run(made, check=True, capture_output=True, timeout=120, **_as(user))
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
         settings = {

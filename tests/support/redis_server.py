@@ -16,7 +16,7 @@ from typing import Literal
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 MISSING = "neither redis-server nor valkey-server is installed (make services)"
-_PATIENCE = 20.0  # seconds for it to start
+_PATIENCE = 120.0  # seconds for it to start
 
 Way = Literal["frozen", "reset", "full", "well"]
 

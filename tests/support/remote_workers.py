@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.engine.process.worker_address import WorkerTls
 
-PATIENCE = 60.0  # seconds, after which a test that waits has failed
+PATIENCE = 120.0  # seconds, after which a test that waits has failed
 
 
 class WorkerHost:

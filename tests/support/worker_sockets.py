@@ -16,7 +16,7 @@ from headrace.engine.process.worker import Worker
 from headrace.variant import Variant
 
 T = TypeVar("T")
-PATIENCE = 20.0  # seconds, after which a test that waits has failed
+PATIENCE = 120.0  # seconds, after which a test that waits has failed
 
 
 @contextlib.contextmanager

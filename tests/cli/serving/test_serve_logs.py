@@ -61,7 +61,7 @@ class Server:
         url = self.url + path
         headers = {"authorization": "Bearer sk-secret-of-the-laptop", "content-type": "application/json"}
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as reply:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -100,7 +100,7 @@ def test_every_line_is_json_and_requests_name_tenant_and_key(server: Server) -> 
     os.kill(worker, signal.SIGABRT)
     assert server.until("ended with code -6")["logger"] == "headrace.engine.process.supervisor"
     server.process.send_signal(signal.SIGTERM)
-    out, rest = server.process.communicate(timeout=60)
+    out, rest = server.process.communicate(timeout=120)
     assert out == ""
     for text in rest.splitlines():
         server.lines.append(json.loads(text))
@@ -123,7 +123,7 @@ def test_an_error_of_the_start_is_one_line_of_json(tmp_path: Path) -> None:
             for flags in (["--port", str(port)], ["--port", "0", str(tmp_path / "nowhere")], ["--weights", "int5"])
         ]
         for process in running:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=120)
             assert (process.returncode, out) == (2, "")
             (line,) = err.splitlines()
             found = json.loads(line)

@@ -200,7 +200,7 @@ async def begun(running: Administered, secret: str, count: int, **body: Any) -> 
 
 async def results(running: Administered, secret: str, batch: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A batch that has ended, with its lines in their order."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(120.0):
         while (found := (await running.ask("GET", f"{BATCH}/{batch}", **bearer(secret))).json)["status"] != "completed":
             await asyncio.sleep(0.01)
     lines: list[dict[str, Any]] = []
@@ -342,7 +342,7 @@ async def test_a_server_whose_folder_is_another_servers_goes_on_without_it(tmp_p
             assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "keys_unread", "1")
             assert (await running.refused("POST", "tenants", {"name": "blue"}))[:2] == (503, "storage_unavailable")
             other.stdin.close()
-            other.wait(30)
+            other.wait(120)
             # Its own from now on.
             await running.did("POST", "tenants", {"name": "blue"})
             assert (await running.chat((await running.new_key("blue"))["secret"])).status == 200

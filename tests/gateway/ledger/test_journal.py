@@ -134,7 +134,7 @@ def test_another_process_is_kept_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal, _ = opened(path)
     script = f"import fcntl, os; fcntl.lockf(os.open({str(path)!r}, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert "BlockingIOError" in run.stderr
     journal.close()
     assert os.access(path, os.R_OK)

@@ -24,7 +24,7 @@ GLACIER = "A glacier is a slow river of ice that carves valleys out of mountains
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 30))
+    return asyncio.run(asyncio.wait_for(work, 120))
 
 
 def test_documents_are_found_by_words_and_by_meaning(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def running(tmp_path: Path) -> Iterator[str]:
 
     thread = threading.Thread(target=serve, args=(tmp_path / "storage", wait))
     thread.start()
-    assert started.wait(30)
+    assert started.wait(120)
     yield found[0]
     ending.set()
     thread.join(30)

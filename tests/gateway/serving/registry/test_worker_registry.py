@@ -342,7 +342,7 @@ async def announcing(url: str, namespace: str, engine: FakeEngine) -> AsyncGener
 
 
 async def announced(registry: WorkerRegistry, *expected: WorkerAnnouncement) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(120.0):
         while await registry.workers() != list(expected):
             await asyncio.sleep(0.005)
 
