@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.config.routing_section import GoldenConfig, RoutingConfig
 from headrace.config.tenant_section import TenantConfig
 from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.caching_server import BOSS, KEYS, RED, caching
-from tests.support.running_server import FakeEngine, asynchronous, tokenizer, words
+from tests.support.running_server import FakeEngine, asynchronous, say, tokenizer, until, words
 
 SOURCES = [{"id": "a", "text": "Paris is the capital of France."}]
 RECORDED = {"red": TenantConfig(record=True)}
@@ -90,6 +91,26 @@ async def test_a_stream_that_begins_wrong_is_answered_again(tmp_path: Path) -> N
         answer = await running.chat("Hello", key=RED, stream=True, response_format={"type": "json_object"})
         assert answer.text == '{"a": 1}'
         assert answer.headers["x-headrace-golden"] == "json"
+
+
+@asynchronous
+async def test_a_request_that_ends_after_its_tenant_left_recordings_is_not_kept(tmp_path: Path) -> None:
+    engine, sections = setup()
+    sections["tenants"] = {}
+    keys = (*KEYS, KeyConfig(name="root", key="root-secret", admin="write"))
+    async with caching(tmp_path, keys=keys, **sections) as running:
+        running.engine.answer = words("It is ", "Lyon ", "[7].")
+        engine.answer = None
+        root = {"authorization": "Bearer root-secret"}
+        await running.ask("POST", "/admin/v1/tenants", {"name": "green", "record": True}, **root)
+        key = (await running.ask("POST", "/admin/v1/keys", {"name": "app", "tenant": "green"}, **root)).json["secret"]
+        green = {"authorization": f"Bearer {key}"}
+        asked = asyncio.create_task(running.chat("Where?", key=green, sources=SOURCES))
+        await until(lambda: len(engine.streams) == 1)  # the golden variant answers
+        assert (await running.ask("PATCH", "/admin/v1/tenants/green", {"record": False}, **root)).status == 200
+        say(engine.streams[0], "It is Paris [1].", end=True)
+        assert (await asked).headers["x-headrace-golden"] == "citations"
+        assert (await running.ask("GET", "/admin/v1/hard-cases", **root)).body == b""
 
 
 @asynchronous

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from headrace.gateway.accounts.account_store import AccountChanges
-from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.routing.router import RoutePlan
@@ -30,19 +30,23 @@ class HardCase(msgspec.Struct, frozen=True):
 class HardCases:
     """All of it belongs to one event loop."""
 
-    def __init__(self, redactor: Redactor, *, most: int, unnamed: bool = False) -> None:
-        """`unnamed`: keep those of requests without a tenant, too."""
+    def __init__(
+        self, redactor: Redactor, *, most: int, is_recorded: Callable[[str], bool], unnamed: bool = False
+    ) -> None:
+        """`is_recorded`: whether a tenant exists and opts into recordings now. `unnamed`: keep requests without a
+        tenant, too."""
         self.cases: deque[HardCase] = deque(maxlen=most)
         self._redactor = redactor
+        self._is_recorded = is_recorded
         self._unnamed = unnamed
 
     def wants(self, exchange: Exchange, plan: RoutePlan) -> bool:
-        caller = exchange.caller
-        return bool(plan.golden) and (settings_of(caller).record if caller.tenant else self._unnamed)
+        return bool(plan.golden) and self._may_keep(exchange)
 
     def take(self, finished: FinishedAnswer) -> None:
+        """Keep a request that failed a check, unless its tenant left recordings while it ran."""
         note = finished.exchange.notes.get("golden")
-        if note is None or not finished.is_complete:
+        if note is None or not finished.is_complete or not self._may_keep(finished.exchange):
             return
         arrived = time.time() - (time.monotonic() - finished.exchange.arrival)
         try:
@@ -50,6 +54,10 @@ class HardCases:
         except ApiError:
             return  # it cannot be written as a request
         self.cases.append(HardCase(note["check"], note["instead_of"], record))
+
+    def _may_keep(self, exchange: Exchange) -> bool:
+        tenant = exchange.caller.tenant
+        return self._is_recorded(tenant) if tenant else self._unnamed
 
     def follow(self, changes: AccountChanges) -> None:
         """Forget the cases of deleted tenants."""

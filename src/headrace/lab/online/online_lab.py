@@ -68,16 +68,19 @@ class OnlineLab:
         if config.drift.share:
             encoder = None if config.drift.encoder is None else served[config.drift.encoder]
             drift = DriftWatch(config.drift, store, encoder=encoder, prices=prices)
-        judged = None if drift is None else partial(_note_quality, drift)
         redactor, unnamed = Redactor.from_config(config.recording), config.recording.unnamed
         directory = services.accounts.directory
+
+        def is_recorded(tenant: str) -> bool:
+            return directory.settings_of(tenant).record
+
         pairs = {
             name: JudgedRequests(
                 redactor,
                 most=each.pairs,
                 better=each.variant,
                 prices=prices,
-                is_recorded=lambda tenant: directory.settings_of(tenant).record,
+                is_recorded=is_recorded,
                 unnamed=unnamed,
             )
             for name, each in config.routing.shadows.items()
@@ -85,33 +88,13 @@ class OnlineLab:
         }
         for each in pairs.values():
             services.accounts.shared.listen(each.follow)
-        shadows = {
-            name: Shadow(
-                name,
-                each,
-                served[each.variant],
-                generate,
-                similarity,
-                judged=judged if each.judge == "shadow" else None,
-                pairs=pairs.get(name),
-                fast=config.profiles.fast,
-                is_idle=is_idle,
-            )
-            for name, each in config.routing.shadows.items()
-        }
+        shadows = _shadows(config, services, similarity, is_idle, drift, pairs)
         writers = [name for name, each in served.items() if each.kind == "decoder"]
-        canaries = Canaries(
-            config.canary,
-            CanaryOperations(services.accounts.shared, writers),
-            store,
-            served,
-            generate,
-            similarity,
-            prices=prices,
-        )
+        operations = CanaryOperations(services.accounts.shared, writers)
+        canaries = Canaries(config.canary, operations, store, served, generate, similarity, prices=prices)
         golden, hard_cases = config.routing.golden, None
         if golden.checks and golden.hard_cases:
-            hard_cases = HardCases(redactor, most=golden.hard_cases, unnamed=unnamed)
+            hard_cases = HardCases(redactor, most=golden.hard_cases, is_recorded=is_recorded, unnamed=unnamed)
             services.accounts.shared.listen(hard_cases.follow)
         semantic = None
         if services.semantic is not None:
@@ -147,6 +130,31 @@ class OnlineLab:
             if shadow.config.judge == "shadow"
             for (variant, route), summary in shadow.by_route.items()
         ]
+
+
+def _shadows(
+    config: Config,
+    services: Services,
+    similarity: Similarity,
+    is_idle: Callable[[], bool],
+    drift: DriftWatch | None,
+    pairs: Mapping[str, JudgedRequests],
+) -> dict[str, Shadow]:
+    judged = None if drift is None else partial(_note_quality, drift)
+    return {
+        name: Shadow(
+            name,
+            each,
+            services.fleet.served[each.variant],
+            services.dispatcher.generate,
+            similarity,
+            judged=judged if each.judge == "shadow" else None,
+            pairs=pairs.get(name),
+            fast=config.profiles.fast,
+            is_idle=is_idle,
+        )
+        for name, each in config.routing.shadows.items()
+    }
 
 
 def _note_quality(
