@@ -1,4 +1,7 @@
-"""llama.cpp's own server, from the package xllamacpp, in a process of its own: what benchmarks compare a file with."""
+"""llama.cpp's own server, from the package xllamacpp, in a process of its own.
+
+Benchmarks and tests compare GGUF files with it.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,26 @@ class LlamaServer:
         after_name = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
         return int(after_name[11]) / os.sysconf("SC_CLK_TCK")
 
-    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
-        body = {"prompt": tokens, "n_predict": count, "temperature": 0, "return_tokens": True, **options}
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"{self._url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
+            self._url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
+
+    def tokens(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenise a text as a user's, or as a template's with `special`: then control tokens are found in it."""
+        return self.post("/tokenize", {"content": text, "add_special": False, "parse_special": special})["tokens"]
+
+    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
+        body = {"prompt": tokens, "n_predict": count, "temperature": 0, "return_tokens": True, **options}
+        return self.post("/completion", body)
+
+    def likeliest(self, tokens: list[int], count: int) -> dict[int, float]:
+        """Return the log-probabilities of the likeliest next tokens; nothing if the first of them ends the text."""
+        answer = self.complete(tokens, 1, n_probs=count, cache_prompt=False)
+        found = answer.get("completion_probabilities")
+        return {each["id"]: each["logprob"] for each in found[0]["top_logprobs"]} if found else {}
 
     def log_likelihood(self, tokens: list[int], following: int) -> float | None:
         """Return the log-likelihood of a token after others. A bias makes it the answer; its probability is without

@@ -15,9 +15,9 @@ from headrace.config import Config
 from headrace.config.loader import OPTIONS
 from headrace.server.config_checks import load_config
 from headrace.variant import Variant
-from tests.support.config_text import ROOT, sections_in, tables_in, without_default
+from tests.support.config_tables import sections_in, tables_in, without_default
 
-EXAMPLE = ROOT / "examples" / "gateway.toml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gateway.toml"
 
 
 @pytest.fixture(autouse=True)

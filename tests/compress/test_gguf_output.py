@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
+from benchmarks.llama_server import llama_server
 from headrace import LLM
 from headrace.cli import main
 from headrace.compress.block_grids import BLOCK_TYPES, pack_blocks
@@ -25,7 +26,6 @@ from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.gguf_writer import NewTensor, write_gguf
 from headrace.models.model_folder import ModelFolder, open_model
 from tests.models.tiny_models import Reference, prompt
-from tests.support.llama_cpp import llama_cpp
 
 Tiny = Callable[[str], Reference]
 PROMPTS = [prompt(40, seed=each) for each in range(2)]
@@ -154,10 +154,11 @@ def test_a_tensor_must_fill_its_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama-linear-tied", "qwen2-yarn"])
 def test_llama_cpp_computes_the_same(name: str, tiny: Tiny, tmp_path: Path) -> None:
     """Biases of all products, ropes of four kinds, tied and separate heads. It rounds activations, too."""
+    pytest.importorskip("xllamacpp", reason="the package xllamacpp is not installed: no llama.cpp to compare with")
     folder = open_model(tiny(name).folder)
     out = tmp_path / "small.gguf"
     make(folder, out, recipe_for(folder, 8))
-    with llama_cpp(out) as server:
+    with llama_server(out, threads=2) as server:
         assert server.tokens("The old mill") == folder.tokenizer.encode("The old mill", False)
         prompts = (prompt(12, seed=seed) for seed in range(8))
         tokens, theirs = next((each, found) for each in prompts if (found := server.likeliest(each, 8)))

@@ -15,7 +15,8 @@ from headrace.config import PLAIN_SECTIONS, Config, ConfigError, Options, Sectio
 from headrace.config.loader import OPTIONS, variable_of
 from headrace.config.toml_text import HIDDEN, config_toml, toml
 from headrace.server.config_checks import load_config
-from tests.support.config_text import parts_of, read
+from tests.support.config_tables import parts_of
+from tests.support.config_text import read
 
 ENVIRON = {"KEY": "sk-1", "NUMBER": "5", "EMPTY": ""}
 KEYS = ["mini", "mini@int4", "int4", "chat", "acme", "a b", "", 'é"\\', "${KEY}", "x" * 70]

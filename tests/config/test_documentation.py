@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,8 +57,10 @@ from headrace.config.toml_text import config_toml, toml_value
 from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 from headrace.surfaces import SURFACES
 from headrace.variant import Variant
-from tests.support.config_text import ROOT, read, sections_in, without_default
+from tests.support.config_tables import sections_in, without_default
+from tests.support.config_text import read
 
+ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "reference" / "configuration.md"
 PAGE = PATH.read_text(encoding="utf-8")
 EXAMPLE = (ROOT / "examples" / "gateway.toml").read_text(encoding="utf-8")

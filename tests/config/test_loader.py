@@ -31,11 +31,6 @@ from headrace.variant import Variant
 from tests.support.config_text import mistakes, read
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_without_a_file_everything_has_its_default() -> None:
     assert load_config(environ={}) == Config()
 
@@ -311,8 +306,9 @@ def test_a_mistake_of_a_flag_says_so(flags: Mapping[str, object], said: str) -> 
 
 
 def test_an_error_knows_its_file_and_its_place() -> None:
+    Path("headrace.toml").write_text("models.mini.replicas = 0")
     with pytest.raises(ConfigError) as raised:
-        read("models.mini.replicas = 0")
+        load_config(environ={})
     assert (raised.value.path, raised.value.where) == (Path("headrace.toml"), "models.mini.replicas")
     assert str(raised.value).startswith("headrace.toml: models.mini.replicas: expected")
     assert (str(ConfigError("no key")), ConfigError("no key").where) == ("no key", "")

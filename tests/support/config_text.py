@@ -1,66 +1,27 @@
-"""A configuration from a text, and the kinds of tables that a configuration is made of."""
+"""A configuration from a text, without a file in the current folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import msgspec
 import pytest
 
-from headrace.config import Config, ConfigError, Section
+from headrace.config import Config, ConfigError
 from headrace.server.config_checks import load_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def read(text: str, flags: dict[str, Any] | None = None, /, **environ: str) -> Config:
-    """By way of a file in the working folder."""
-    Path("headrace.toml").write_text(text, encoding="utf-8")
-    return load_config(environ=environ, flags=flags)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "headrace.toml")
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, environ=environ, flags=flags)
 
 
 def mistakes(text: str, **environ: str) -> list[str]:
+    """Return the mistakes of a text as those of a file headrace.toml."""
     with pytest.raises(ConfigError) as raised:
         read(text, **environ)
-    return [str(mistake) for mistake in raised.value.mistakes]
-
-
-def parts_of(kind: Any) -> Iterator[Any]:
-    """What a type is made of: of an optional one what it is when it is there, of a container what is in it."""
-    if get_origin(kind) in (Union, UnionType):
-        yield from (each for each in get_args(kind) if each is not type(None))
-    elif get_origin(kind) is dict:
-        yield get_args(kind)[1]
-    elif get_origin(kind) is tuple:
-        yield get_args(kind)[0]
-
-
-def sections_in(kind: Any) -> Iterator[type[Section]]:
-    """Every kind of table within a type, itself too."""
-    if isinstance(kind, type) and issubclass(kind, Section):
-        yield kind
-        for field in msgspec.structs.fields(kind):
-            yield from sections_in(field.type)
-    for part in parts_of(kind):
-        yield from sections_in(part)
-
-
-def tables_in(kind: Any, given: Any) -> Iterator[tuple[type[Section], dict[str, Any]]]:
-    """Every table in what is given for a type, with its kind."""
-    if isinstance(kind, type) and issubclass(kind, Section):
-        yield kind, given
-        for field in msgspec.structs.fields(kind):
-            if field.name in given:
-                yield from tables_in(field.type, given[field.name])
-    for part in parts_of(kind):
-        shape = get_origin(kind)
-        for each in given.values() if shape is dict else given if shape is tuple else (given,):
-            yield from tables_in(part, each)
-
-
-def without_default(field: msgspec.structs.FieldInfo) -> bool:
-    """Whether nothing that could be written in a file stands for its default."""
-    return field.default in (None, msgspec.NODEFAULT) or isinstance(field.default, Section)
+    assert raised.value.path is not None
+    return [str(mistake).replace(f"{raised.value.path.parent}/", "") for mistake in raised.value.mistakes]

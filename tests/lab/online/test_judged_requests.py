@@ -140,8 +140,7 @@ async def test_a_shadow_that_keeps_no_pairs_is_named(tmp_path: Path) -> None:
         assert "trial" in answer.error["message"]
 
 
-def test_pairs_without_a_double_check_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_pairs_without_a_double_check_are_a_mistake() -> None:
     shadow = '[models.mini]\n[models.mini.variants.new]\n[routing.shadows.trial]\nvariant = "mini@new"\npairs = 10\n'
     [found] = mistakes(shadow)
     assert 'routing.shadows.trial.pairs: no pairs are kept without judge = "shadow"' in found

@@ -200,8 +200,7 @@ async def test_answers_from_a_cache_and_of_the_shadow_itself_are_not_copied(tmp_
         assert shadow.outcomes["copied"] == 1
 
 
-def test_a_shadow_of_an_unknown_variant_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_shadow_of_an_unknown_variant_is_reported() -> None:
     found = mistakes('[models.mini]\n[routing.shadows.trial]\nvariant = "mini@gone"\nof = ["nowhere"]\n')
     assert len(found) == 2
     assert 'routing.shadows.trial.variant: unknown variant "mini@gone"' in found[0]

@@ -6,8 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headrace.config import KeyConfig
 from headrace.config.lab.recording_section import RecordingConfig
 from headrace.config.tenant_section import TenantConfig
@@ -133,8 +131,7 @@ async def test_long_requests_are_not_recorded(tmp_path: Path) -> None:
         assert running.counted("headrace_recorded_total", "too_long") == 1
 
 
-def test_mistakes_in_the_section_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_in_the_section_are_named() -> None:
     text = '[recording]\nredact_patterns = ["ok", "("]\nkey_env = "NO_SUCH_KEY"\n'
     first, second = mistakes(text)
     assert "recording.redact_patterns[1]: not a regular expression" in first

@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 import pytest
 
+from benchmarks.llama_server import llama_server
 from headrace.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headrace.models.model_folder import BUNDLED, open_model, open_tokenizer
 from headrace.models.text.tokenizer import Tokenizer
 from tests.models.gguf.gguf_models import write_vocabulary
-from tests.support.llama_cpp import llama_cpp
 from tests.support.smollm2 import smollm2_file
 
 # Composed characters only: qwen2's NFC, which llama.cpp leaves out, does not change them.
@@ -113,8 +113,9 @@ def sentencepiece(*, prefix: bool) -> Callable[[gguf.GGUFWriter], int]:
 
 
 def disagreements(file: Path, texts: Sequence[str], *, special: bool = False) -> list[tuple[str, list[int], list[int]]]:
+    pytest.importorskip("xllamacpp", reason="the package xllamacpp is not installed: no llama.cpp to compare with")
     ours = open_tokenizer(file, 1 << 20)
-    with llama_cpp(file) as theirs:
+    with llama_server(file, threads=2) as theirs:
         pairs = [
             (text, ours.encode(text, add_special_tokens=False), theirs.tokens(text, special=special)) for text in texts
         ]
