@@ -19,8 +19,8 @@ from headrace.models.families.recurrent.recurrent_layers import (
     MAMBA_IGNORED,
     MAMBA_NAMES,
     flat_convolutions,
+    hybrid_mamba_layers,
     listed_mixers,
-    mamba_spec,
     named_mixers,
 )
 from headrace.models.rope import read_rope
@@ -60,7 +60,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.flag("mlp_bias", default=False),
-        recurrent=mamba_spec(config, plain.hidden_size, plain.norm_eps),
+        recurrent=hybrid_mamba_layers(config, plain.hidden_size, plain.norm_eps),
     )
 
 

@@ -12,7 +12,7 @@ from headrace.models.config_json import MAX_INTERMEDIATE, ConfigJson
 from headrace.models.families.decoder import decoder_prefix, decoder_spec, head_size, layer_count, named_sources
 from headrace.models.families.family import TensorSources, architecture_of
 from headrace.models.families.recurrent.bamba import BAMBA_NAMES
-from headrace.models.families.recurrent.recurrent_layers import MAMBA_IGNORED, flat_convolutions, mamba_spec
+from headrace.models.families.recurrent.recurrent_layers import MAMBA_IGNORED, flat_convolutions, hybrid_mamba_layers
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 
@@ -59,7 +59,7 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
 
 def _recurrent(config: ConfigJson, plain: ModelSpec) -> RecurrentSpec:
     inner = config.optional_size("mamba_d_ssm", maximum=MAX_INTERMEDIATE, default=1024)
-    mamba = mamba_spec(config, plain.hidden_size, plain.norm_eps, inner=inner)
+    mamba = hybrid_mamba_layers(config, plain.hidden_size, plain.norm_eps, inner=inner)
     read = config.positive("ssm_in_multiplier", default=1.0)
     return msgspec.structs.replace(
         mamba,

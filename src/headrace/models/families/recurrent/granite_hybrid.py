@@ -20,7 +20,7 @@ from headrace.models.families.recurrent.recurrent_layers import (
     MAMBA_IGNORED,
     MAMBA_NAMES,
     flat_convolutions,
-    mamba_spec,
+    hybrid_mamba_layers,
     named_mixers,
 )
 from headrace.models.rope import read_rope
@@ -72,7 +72,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         experts=_experts(config, experts, shared) if experts else None,
     )
     return with_factors(
-        msgspec.structs.replace(plain, recurrent=mamba_spec(config, plain.hidden_size, plain.norm_eps)), config
+        msgspec.structs.replace(plain, recurrent=hybrid_mamba_layers(config, plain.hidden_size, plain.norm_eps)), config
     )
 
 

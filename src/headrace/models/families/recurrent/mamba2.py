@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.models.config_json import MAX_CONTEXT, MAX_HEAD_SIZE, MAX_HEADS, MAX_HIDDEN, MAX_VOCAB, ConfigJson
+from headrace.models.config_json import MAX_CONTEXT, MAX_HEAD_SIZE, MAX_HIDDEN, MAX_VOCAB, ConfigJson
 from headrace.models.families.decoder import TensorNames, find_prefix, layer_count, named_sources
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.families.recurrent.recurrent_layers import MAMBA_NAMES, MOST_TAPS, flat_convolutions, step_bounds
-from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
+from headrace.models.families.recurrent.recurrent_layers import (
+    MAMBA_KEYS,
+    MAMBA_NAMES,
+    flat_convolutions,
+    mamba_heads,
+    mamba_layers,
+)
+from headrace.models.spec import LayerSpec, ModelSpec
 
 architectures: tuple[str, ...] = ("Mamba2ForCausalLM",)
 # How weights began, how the reference cuts its work, and how it rounds between layers.
@@ -34,15 +40,11 @@ def spec(config: ConfigJson) -> ModelSpec:
     config.refuse("rms_norm", "every layer has a norm", unless=(True,))
     config.refuse("norm_before_gate", "values are gated before they are normalised", unless=(False,))
     hidden = config.size("hidden_size", maximum=MAX_HIDDEN)
-    heads = config.size("num_heads", maximum=MAX_HEADS, default=128)
+    heads = mamba_heads(config, MAMBA_KEYS)
     size = config.size("head_dim", maximum=MAX_HEAD_SIZE, default=64)
-    groups = config.size("n_groups", maximum=heads, default=8)
     expand = config.positive("expand", maximum=64.0, default=2.0)
     if int(expand * hidden) != heads * size:
         raise config.mismatch("expand", f"num_heads * head_dim / hidden_size ({heads * size} / {hidden})")
-    if heads % groups:
-        raise config.mismatch("n_groups", f"a divisor of num_heads ({heads})")
-    least, most = step_bounds(config)
     eps = config.positive("layer_norm_epsilon", maximum=1.0, default=1e-5)
     return ModelSpec(
         family="mamba2",
@@ -58,20 +60,7 @@ def spec(config: ConfigJson) -> ModelSpec:
         norm_eps=eps,
         attention_scale=1.0,
         tied=config.flag("tie_word_embeddings", default=False),
-        recurrent=RecurrentSpec(
-            kind="scan",
-            taps=config.size("conv_kernel", maximum=MOST_TAPS, default=4),
-            heads=heads,
-            groups=groups,
-            head_size=size,
-            state_size=config.size("state_size", maximum=MAX_HEAD_SIZE, default=128),
-            conv_bias=config.flag("use_conv_bias", default=True),
-            bias=config.flag("use_bias", default=False),
-            norm_groups=groups,
-            eps=eps,
-            step_least=least,
-            step_most=most,
-        ),
+        recurrent=mamba_layers(config, MAMBA_KEYS, size, eps),
     )
 
 

@@ -18,7 +18,12 @@ from headrace.models.config_json import (
 )
 from headrace.models.families.decoder import ACTIVATIONS, TensorNames, expert_groups, find_prefix, named_sources
 from headrace.models.families.family import TensorSources, architecture_of
-from headrace.models.families.recurrent.recurrent_layers import MAMBA_NAMES, MOST_TAPS, flat_convolutions, step_bounds
+from headrace.models.families.recurrent.recurrent_layers import (
+    MAMBA_KEYS,
+    MAMBA_NAMES,
+    flat_convolutions,
+    mamba_layers,
+)
 from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, RecurrentSpec
 
 architectures: tuple[str, ...] = ("NemotronHForCausalLM",)
@@ -81,6 +86,7 @@ _NAMES: TensorNames = {
     "mlp.shared.up": ("mixer.shared_experts.up_proj",),
     "mlp.shared.down": ("mixer.shared_experts.down_proj",),
 }
+_MAMBA_KEYS: Final = MAMBA_KEYS._replace(heads="mamba_num_heads", state_size="ssm_state_size")
 _RECURRENT: Final = LayerSpec(mixer="recurrent", mlp=False, rope=None)
 _ATTENTION: Final = LayerSpec(mlp=False, rope=None)
 _MLP: Final = LayerSpec(mixer="none", rope=None)
@@ -183,23 +189,6 @@ def _experts(config: ConfigJson) -> ExpertSpec:
 
 
 def _recurrent(config: ConfigJson, eps: float) -> RecurrentSpec:
-    heads = config.size("mamba_num_heads", maximum=MAX_HEADS, default=128)
-    groups = config.size("n_groups", maximum=heads, default=8)
-    if heads % groups:
-        raise config.mismatch("n_groups", f"a divisor of mamba_num_heads ({heads})")
-    # As the published models mean it. transformers bounds steps by `time_step_min` in a prompt, and not after it.
-    least, most = step_bounds(config)
-    return RecurrentSpec(
-        kind="scan",
-        taps=config.size("conv_kernel", maximum=MOST_TAPS, default=4),
-        heads=heads,
-        groups=groups,
-        head_size=config.size("mamba_head_dim", maximum=MAX_HEAD_SIZE, default=64),
-        state_size=config.size("ssm_state_size", maximum=MAX_HEAD_SIZE, default=128),
-        conv_bias=config.flag("use_conv_bias", default=True),
-        bias=config.flag("use_bias", default=False),
-        norm_groups=groups,
-        eps=eps,
-        step_least=least,
-        step_most=most,
-    )
+    # Bounds of steps as the published models mean them. transformers applies `time_step_min` in a prompt alone.
+    size = config.size("mamba_head_dim", maximum=MAX_HEAD_SIZE, default=64)
+    return mamba_layers(config, _MAMBA_KEYS, size, eps)
