@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pairs are th
 from headrace import LLM
 from headrace.gateway.caches.semantic.guarded_question import parse_question
 from headrace.gateway.caches.semantic.guards import refusal_reason
-from headrace.gateway.caches.semantic.pair_score import FEATURES, features, fit_signed, score
+from headrace.gateway.caches.semantic.pair_score import FEATURES, SIGNS, features, fit, score
 from headrace.gateway.caches.semantic.thresholds import wilson_interval
 from headrace.gateway.flow.model_verifier import probability_of_yes, verification_messages
 from headrace.gateway.requests.text_request import Choice, TokenLogprob
@@ -106,6 +106,23 @@ def fitted(options: argparse.Namespace) -> None:
     WEIGHTS_FILE.write_text(f"{text}BIAS: Final = {bias:.4f}\nWEIGHTS: Final = {{\n{lines}}}\n")
     print(f"{len(written)} written pairs, {len(strangers)} of strangers, {len(same)} of the same text")
     print(f"bias {bias:.4f}\n{lines}", end="")
+
+
+def fit_signed(
+    found: NDArray[np.float64], right: NDArray[np.float64], counts: NDArray[np.float64], *, penalty: float
+) -> tuple[NDArray[np.float64], float]:
+    """Fit on features of equal spread, and leave out features whose weight has the wrong sign (`SIGNS`)."""
+    middle, spread = found.mean(axis=0), found.std(axis=0) + 1e-9
+    scaled = (found - middle) / spread
+    kept = np.ones(found.shape[1], dtype=bool)
+    while True:
+        some, bias = fit(scaled[:, kept], right, counts, penalty=penalty)
+        weights = np.zeros(found.shape[1])
+        weights[kept] = some / spread[kept]
+        against = weights * SIGNS < 0
+        if not against.any():
+            return weights, bias - float(weights @ middle)
+        kept &= ~against
 
 
 # Report

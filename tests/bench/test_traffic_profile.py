@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.objectives import missed, parse_objectives
-from headrace.bench.traffic_profile import of_lengths, of_trace, of_workload
+from headrace.bench.traffic_profile import of_lengths, of_trace
 from headrace.errors import RequestError
 
 
@@ -44,11 +44,8 @@ def test_blocks_are_reused_from_the_front(tmp_path: Path) -> None:
     assert of_trace(write(tmp_path / "trace.jsonl", lines)).reused == pytest.approx(512 / 3072)
 
 
-def test_workloads_and_lengths_are_profiles_too() -> None:
-    assert of_workload("rag").reused > 0.5
+def test_lengths_are_a_profile_too() -> None:
     assert of_lengths(1000, 200).context == 1280
-    with pytest.raises(RequestError, match="Unknown workload 'chatt'"):
-        of_workload("chatt")
 
 
 def test_a_trace_of_texts_or_without_requests_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.models.precision import Precision, WeightFormat
-from headrace.models.spec import is_product
+from headrace.models.tensor_shapes import is_product
 from tests.core.test_layout import (
     absmax_rounding,
     group_of,

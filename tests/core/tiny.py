@@ -19,16 +19,8 @@ from headrace.engine.executors.cpu_executor import describe
 from headrace.models.distance_buckets import spread_buckets
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import KvType, Precision, WeightFormat
-from headrace.models.spec import (
-    ExpertSpec,
-    LatentSpec,
-    LayerInputSpec,
-    LayerSpec,
-    ModelSpec,
-    RopeSpec,
-    is_product,
-    tensor_shapes,
-)
+from headrace.models.spec import ExpertSpec, LatentSpec, LayerInputSpec, LayerSpec, ModelSpec, RopeSpec
+from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]

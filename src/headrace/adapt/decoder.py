@@ -26,7 +26,8 @@ from headrace.models.adapters.adapter_modules import adapter_modules
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import pack_matrix
 from headrace.models.precision import parse_precision
-from headrace.models.spec import LayerSpec, ModelSpec, NormKind, is_product
+from headrace.models.spec import LayerSpec, ModelSpec, NormKind
+from headrace.models.tensor_shapes import is_product
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": functional.silu,

@@ -15,8 +15,9 @@ import headrace._core as _core
 from headrace.bench.machine import Machine
 from headrace.models.packing import packed_size
 from headrace.models.precision import KvType, Precision, WeightPlan
-from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+from headrace.models.spec import ModelSpec
 from headrace.models.step_work import active_parameters, active_shapes, decode_bytes
+from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 PREFILL: Final = 512  # tokens
 

@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 
 from headrace.bench.load_generator.trace_reader import read_trace
-from headrace.bench.load_generator.workloads import WORKLOADS, Session, sessions
+from headrace.bench.load_generator.workloads import Session
 from headrace.errors import RequestError
 
 MOST_REQUESTS: Final = 100_000  # of a trace
 _STEP: Final = 256  # a proposed context is a multiple of this
-_DRAWN: Final = 2000  # sessions of a workload
 
 
 class TrafficProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +50,6 @@ def of_trace(path: Path) -> TrafficProfile:
             parameter="traffic",
         )
     return profile(found)
-
-
-def of_workload(name: str, *, seed: int = 0) -> TrafficProfile:
-    if name not in WORKLOADS:
-        raise RequestError(f"Unknown workload '{name}'. Expected one of {', '.join(WORKLOADS)}.", parameter="workload")
-    return profile(itertools.islice(sessions([(WORKLOADS[name], 1.0)], seed=seed), _DRAWN))
 
 
 def of_lengths(prompt: int, answer: int, *, reused: float = 0.0) -> TrafficProfile:

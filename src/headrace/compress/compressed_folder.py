@@ -18,7 +18,7 @@ from headrace.models.formats.json_file import read_json
 from headrace.models.formats.model_weights import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE
 from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import is_product
+from headrace.models.tensor_shapes import is_product
 
 FORMATS: Final = ("compressed-tensors", "bitsandbytes", "gguf", "dense", "sparse-bitmask")
 SPARSE: Final = "sparse-bitmask"

@@ -36,7 +36,8 @@ from headrace.compress.work_folder import SUFFIX, Job, ProductReport, WorkFolder
 from headrace.errors import RequestError
 from headrace.models.families import TensorSources
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+from headrace.models.spec import ModelSpec
+from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 _WIDTHS: Final = {"bf16": 2, "f16": 2, "f32": 4}
 _OVERHEAD: Final = 64 << 20  # bytes beside arrays that grow with the model

@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
                 first = at
 
 
-class Route(NamedTuple):
+class MlpRows(NamedTuple):
     """Rows that go through one MLP: all of them, or those of an expert."""
 
     mlp: str  # "mlp", or "mlp.experts.3"
@@ -145,20 +145,20 @@ class LayerPass:
         """Return the inputs of the MLP, and of the router."""
         return self._norm("mlp.norm", hidden) if self.spec.pre_norm else hidden
 
-    def routes(self, inputs: F32) -> list[Route]:
+    def routes(self, inputs: F32) -> list[MlpRows]:
         """Return which rows go through which MLP. An expert without rows is listed too."""
         experts = self.spec.experts
         if not self.layer.experts or experts is None:
-            return [Route("mlp", slice(None), None)]
+            return [MlpRows("mlp", slice(None), None)]
         shares = _softmax(inputs @ self.tensors["mlp.router"].T)
         order = np.argsort(-shares, axis=1, kind="stable")[:, : experts.top_k]
         chosen = np.take_along_axis(shares, order, axis=1)
         if experts.normalise:
             chosen = chosen / chosen.sum(axis=1, keepdims=True)
-        found: list[Route] = []
+        found: list[MlpRows] = []
         for expert in range(experts.count):
             rows, places = np.nonzero(order == expert)
-            found.append(Route(f"mlp.experts.{expert}", rows, chosen[rows, places]))
+            found.append(MlpRows(f"mlp.experts.{expert}", rows, chosen[rows, places]))
         return found
 
     def open_mlp(self, mlp: str, inputs: F32) -> F32:

@@ -23,7 +23,7 @@ from headrace.compress.compression import check_model
 from headrace.compress.disk_layout import dense_type, untouched_names
 from headrace.compress.head_pooling import pool_heads
 from headrace.compress.input_statistics import SAMPLES
-from headrace.compress.layer_pass import F32, LayerPass, Route, Tokens, embed, is_norm, load_layer
+from headrace.compress.layer_pass import F32, LayerPass, MlpRows, Tokens, embed, is_norm, load_layer
 from headrace.compress.recipe import Recipe
 from headrace.compress.stored_product import NAMES, Stored, store_dense, to_disk_type
 from headrace.compress.work_folder import as_pieces
@@ -35,7 +35,8 @@ from headrace.models.formats.json_file import read_json
 from headrace.models.formats.model_weights import SINGLE_FILE
 from headrace.models.formats.safetensors_file import write_safetensors
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import ModelSpec, tensor_shapes
+from headrace.models.spec import ModelSpec
+from headrace.models.tensor_shapes import tensor_shapes
 
 _CONFIG_LIMIT: Final = 16 << 20
 RIDGE: Final = 1e-2  # of the mean square of the inputs: how closely the fit keeps to the weights
@@ -228,7 +229,7 @@ class _Reshaped:
         self.tensors["attn.o"] = self.tensors["attn.o"][:, queries]
 
     def _drop_neurons(self, layer: LayerPass, hidden: F32) -> None:
-        self._narrow(layer, Route("mlp", slice(None), None), hidden, self._spec.intermediate_size)
+        self._narrow(layer, MlpRows("mlp", slice(None), None), hidden, self._spec.intermediate_size)
 
     def _narrow_experts(self, hidden: F32) -> None:
         old, new = self._old.spec.experts, self._spec.experts
@@ -238,7 +239,7 @@ class _Reshaped:
         for route in layer.routes(layer.mlp_inputs(hidden)):
             self._narrow(layer, route, hidden[route.rows], new.intermediate_size)
 
-    def _narrow(self, layer: LayerPass, route: Route, hidden: F32, count: int) -> None:
+    def _narrow(self, layer: LayerPass, route: MlpRows, hidden: F32, count: int) -> None:
         """Keep the neurons whose part of the output is largest, and fit `down` to the output of all. `hidden` are the
         rows of the route."""
         mlp = route.mlp

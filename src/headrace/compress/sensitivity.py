@@ -27,7 +27,7 @@ from headrace.compress.layer_pass import (
 )
 from headrace.compress.recipe import Recipe
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import is_product
+from headrace.models.tensor_shapes import is_product
 
 PROBE_BITS: Final = 3  # few enough that the effect of one product stands out
 TOKENS: Final = 512  # whose predictions are compared

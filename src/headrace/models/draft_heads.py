@@ -23,7 +23,8 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.formats.model_weights import SINGLE_FILE
 from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
 from headrace.models.rope import read_rope
-from headrace.models.spec import LayerSpec, ModelSpec, tensor_shapes
+from headrace.models.spec import LayerSpec, ModelSpec
+from headrace.models.tensor_shapes import tensor_shapes
 
 Floats = NDArray[np.float32]
 

@@ -28,7 +28,8 @@ from headrace.models.gguf.mmproj import image_span
 from headrace.models.quantised.quantised_weights import QuantisedWeights, read_scheme
 from headrace.models.sentence_files import read_pooling, read_prompts
 from headrace.models.sources.downloaded_models import downloaded_model, hub_name, package_name
-from headrace.models.spec import ModelSpec, tensor_shapes
+from headrace.models.spec import ModelSpec
+from headrace.models.tensor_shapes import tensor_shapes
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.text.tokenizer_files import TokenizerFiles, read_folder
 

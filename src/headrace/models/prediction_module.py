@@ -18,7 +18,8 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families import TensorPart, family_of
 from headrace.models.families.decoder import decoder_prefix
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import ModelSpec, tensor_shapes
+from headrace.models.spec import ModelSpec
+from headrace.models.tensor_shapes import tensor_shapes
 
 # Canonical names of what joins a token's embedding with the hidden state before it.
 JOIN: Final = "join.in"  # [hidden, 2 hidden]: embedding, then hidden state

@@ -7,7 +7,8 @@ import numpy as np
 
 from headrace.models.packing import packed_size
 from headrace.models.precision import WeightPlan
-from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+from headrace.models.spec import ModelSpec
+from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 
 class StepWork(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from headrace.models.precision import (
     stored_format,
 )
 from headrace.models.prediction_module import has_prediction_module
-from headrace.models.spec import is_product
+from headrace.models.tensor_shapes import is_product
 
 _RICHER: Final = Precision("int8", 32, rotated=True)
 # Tables that whole numbers only come near to. With rows in 8 bits, which are not rotated beside stored codes, they lose

@@ -21,8 +21,9 @@ from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, 
 from headrace.models.families.family import MODEL_TYPES
 from headrace.models.model_folder import open_model
 from headrace.models.precision import parse_plan
-from headrace.models.spec import ModelSpec, tensor_shapes
+from headrace.models.spec import ModelSpec
 from headrace.models.step_work import step_work
+from headrace.models.tensor_shapes import tensor_shapes
 from tests.models.tiny_configs import CONTEXT, WINDOW
 from tests.models.tiny_models import TINY, Reference, saved_config, spec_of
 
@@ -231,8 +232,9 @@ def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> N
         work = step_work(spec, parse_plan("f32"), 6.0 * spec.kv_layers)
         planned = model_costs(spec, "bf16", "headrace")
         assert work.operations_per_pair == planned.pair
-        assert planned.kv_read * spec.kv_layers == planned.kv_token * spec.attention_layers
-        return spec.kv_layers, spec.attention_layers, work.operations_per_pair / spec.q_size, work.kv_bytes_per_token
+        attending = sum(layer.attends for layer in spec.layers)
+        assert planned.kv_read * spec.kv_layers == planned.kv_token * attending
+        return spec.kv_layers, attending, work.operations_per_pair / spec.q_size, work.kv_bytes_per_token
 
     assert costs("llama") == (3, 3, 12.0, 18.0)
     assert costs("gemma3n") == (3, 5, 20.0, 30.0)  # two layers read what others computed

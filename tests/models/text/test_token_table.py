@@ -16,9 +16,14 @@ from headrace.errors import ModelError
 from headrace.models.model_folder import BUNDLED_NAMES, find_model, open_model
 from headrace.models.text.token_table import read_pieces
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.text.tokenizer_files import read_folder
 from tests.models.text.test_tokenizer import CONFIG, KINDS, byte_fallback, byte_level, streamed, write
 
 SIZE = 400
+
+
+def for_decoding(folder: Path, vocab_size: int) -> Tokenizer:
+    return Tokenizer.build_for_decoding(read_folder(folder, vocab_size), vocab_size)
 
 
 def unigram() -> tokenizers.Tokenizer:
@@ -42,7 +47,7 @@ def test_it_agrees_with_the_whole_tokenizer(tmp_path: Path, kind: str) -> None:
     make = KINDS.get(kind, unigram)
     write(tmp_path, make(), tokenizer_config=CONFIG)
     assert read_pieces((tmp_path / "tokenizer.json").read_bytes(), SIZE, []) is not None
-    written, whole = Tokenizer.load_for_decoding(tmp_path, SIZE), Tokenizer.load(tmp_path, SIZE)
+    written, whole = for_decoding(tmp_path, SIZE), Tokenizer.load(tmp_path, SIZE)
     agree(written, whole)
     text = "the quick</s> x"
     tokens = whole.encode(text)
@@ -76,7 +81,7 @@ def test_the_encoder_is_loaded_on_first_use(tmp_path: Path, monkeypatch: pytest.
         from_str = staticmethod(counted)
 
     monkeypatch.setattr(tokenizers, "Tokenizer", Counted)
-    written = Tokenizer.load_for_decoding(tmp_path, SIZE)
+    written = for_decoding(tmp_path, SIZE)
     assert streamed(written, [50, 2, 60])
     assert not read
     written.encode("the")
@@ -121,7 +126,7 @@ def test_uncertain_files_fall_back_to_the_whole_tokenizer(tmp_path: Path, case: 
     data = json.dumps(UNCERTAIN[case]).encode()
     assert read_pieces(data, SIZE, []) is None
     (tmp_path / "tokenizer.json").write_bytes(data)
-    assert Tokenizer.load_for_decoding(tmp_path, SIZE).encode("a")
+    assert for_decoding(tmp_path, SIZE).encode("a")
 
 
 def test_new_added_tokens_follow_the_vocabulary(tmp_path: Path) -> None:
@@ -131,25 +136,25 @@ def test_new_added_tokens_follow_the_vocabulary(tmp_path: Path) -> None:
     tokenizer.add_tokens([AddedToken("<newer>")])
     write(tmp_path, tokenizer)
     assert read_pieces((tmp_path / "tokenizer.json").read_bytes(), size + 2, []) is not None
-    written = Tokenizer.load_for_decoding(tmp_path, size + 2)
+    written = for_decoding(tmp_path, size + 2)
     agree(written, Tokenizer.load(tmp_path, size + 2))
     assert streamed(written, [size, size + 1]) == ["", "<newer>", ""]
     # One that the model has no room for is text like any other: that is the whole tokenizer's matter.
-    agree(Tokenizer.load_for_decoding(tmp_path, size + 1), Tokenizer.load(tmp_path, size + 1))
+    agree(for_decoding(tmp_path, size + 1), Tokenizer.load(tmp_path, size + 1))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"model": {"type": "BPE", "vocab": {"a": -1}}}'])
 def test_a_corrupt_file_is_refused_at_once(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError) as caught:
-        Tokenizer.load_for_decoding(tmp_path, SIZE)
+        for_decoding(tmp_path, SIZE)
     assert caught.value.path == str(tmp_path / "tokenizer.json")
 
 
 def test_a_half_that_is_corrupt_is_refused_when_it_is_read(tmp_path: Path) -> None:
     content = changed(byte_level(), merges=[["no", "pe"]])
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    written = Tokenizer.load_for_decoding(tmp_path, SIZE)
+    written = for_decoding(tmp_path, SIZE)
     assert streamed(written, [50])
     with pytest.raises(ModelError, match="not a tokenizer"):
         written.encode("the")
@@ -159,7 +164,7 @@ def test_a_token_past_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_level()
     write(tmp_path, tokenizer)
     with pytest.raises(ModelError, match="but the model's vocabulary has"):
-        Tokenizer.load_for_decoding(tmp_path, tokenizer.get_vocab_size() - 1)
+        for_decoding(tmp_path, tokenizer.get_vocab_size() - 1)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -179,7 +184,7 @@ def test_a_damaged_file_says_the_same_or_is_refused(
     except ModelError:
         return  # as the table may find too, or whoever asks for the other half
     if read_pieces(bytes(content), SIZE, []) is not None:  # else it is the same whole tokenizer
-        agree(Tokenizer.load_for_decoding(path.parent, SIZE), whole)
+        agree(for_decoding(path.parent, SIZE), whole)
 
 
 FILES = [byte_fallback().to_str().encode(), byte_level().to_str().encode(), unigram().to_str().encode()]

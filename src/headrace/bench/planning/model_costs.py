@@ -14,8 +14,9 @@ from headrace.bench.planning.devices import EngineKind
 from headrace.bench.roofline import kv_bytes_per_token
 from headrace.models.packing import packed_size
 from headrace.models.precision import parse_kv_type, parse_plan
-from headrace.models.spec import ModelSpec, is_product, tensor_shapes
+from headrace.models.spec import ModelSpec
 from headrace.models.step_work import active_parameters
+from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 # Bytes of a product's weight in the formats of GPU engines; int4 has groups of 128 with a scale and a zero of 16 bits.
 _GPU_BYTES: Final = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4.0 / 128.0}

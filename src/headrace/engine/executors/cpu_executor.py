@@ -35,8 +35,9 @@ from headrace.models.packing import CoreTensor, LoadedTensors, load_tensors, pac
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
 from headrace.models.prediction_module import JOIN_NAMES
 from headrace.models.shorter_model import check_skipped, shorter_spec, shorter_tensors
-from headrace.models.spec import ModelSpec, RecurrentSpec, is_product
+from headrace.models.spec import ModelSpec, RecurrentSpec
 from headrace.models.step_work import StepWork, step_work
+from headrace.models.tensor_shapes import is_product
 from headrace.models.vision.vision_folder import image_bytes
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant

@@ -26,7 +26,6 @@ class TokenText(NamedTuple):
     place: int  # index of the token in the output
     token: int
     text: str  # empty if the token is only part of a character: the token that completes it has all of it
-    byte_start: int  # offset in the output's UTF-8
     start: int  # offset in the output, in characters
 
 
@@ -60,7 +59,6 @@ class OutputText:
         self._held = ""  # held back: it may begin a stop string
         self._pieces: deque[TokenText] | None = deque() if pieces else None
         self._released: list[TokenText] = []
-        self._bytes = 0  # of the text so far, held text included
         self._characters = 0
         self.count = 0  # tokens of the output, the one that ended it included
         self.ended: str | int | None = None  # the stop string or stop id that ended it
@@ -121,7 +119,7 @@ class OutputText:
     def _note(self, added: str, token: int | None) -> None:
         assert self._pieces is not None
         if token is not None:
-            self._pieces.append(TokenText(self.count - 1, token, added, self._bytes, self._characters))
+            self._pieces.append(TokenText(self.count - 1, token, added, self._characters))
         elif added and self._pieces:
             # Bytes that never became a character belong to the last token.
             last = self._pieces.pop()
@@ -129,7 +127,6 @@ class OutputText:
         elif added and self._released:
             last = self._released.pop()
             self._released.append(last._replace(text=last.text + added))
-        self._bytes += len(added.encode())
         self._characters += len(added)
 
     def _release(self, *, everything: bool) -> None:

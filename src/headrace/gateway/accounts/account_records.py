@@ -20,7 +20,6 @@ from headrace.gateway.limits.limit_scopes import LimitSet
 
 log: Final = logging.getLogger(__name__)
 
-RecordKind = Literal["tenant", "key", "fast", "invalidation", "mark", "pin", "canary", "adapter"]
 CanaryPhase = Literal["running", "promoted", "rolled_back"]
 
 

@@ -22,7 +22,6 @@ from headrace.errors import HeadraceError
 
 MICROS: Final = 1_000_000  # of one unit of the currency
 MOST_PRICE: Final = 10**12  # micros: a million of the currency for a million tokens
-MOST_BUDGET: Final = 10**17  # micros; sums stay below 2^63
 MOST_TOKENS: Final = 10**9  # per request; larger counts from upstreams are clamped
 
 

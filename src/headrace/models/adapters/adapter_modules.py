@@ -14,7 +14,7 @@ from headrace.errors import RequestError
 from headrace.models.families.decoder import LLAMA_NAMES, named_sources
 from headrace.models.families.family import TensorPart, TensorSources
 from headrace.models.model_folder import ModelFolder
-from headrace.models.spec import is_product
+from headrace.models.tensor_shapes import is_product
 
 _LLAMA_LIKE: Final = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # of GGUF files
 

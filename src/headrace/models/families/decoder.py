@@ -20,7 +20,8 @@ from headrace.models.config_json import (
     ConfigJson,
 )
 from headrace.models.families.family import TensorPart, TensorSources
-from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, PlainActivation, RopeSpec, tensor_shapes
+from headrace.models.spec import ExpertSpec, LayerSpec, ModelSpec, PlainActivation, RopeSpec
+from headrace.models.tensor_shapes import tensor_shapes
 
 MAX_PARAMETERS: Final = 1 << 42
 MAX_EXPERT_TENSORS: Final = 1 << 18  # experts times layers

@@ -79,11 +79,6 @@ class Tokenizer:
         return cls.build(read_folder(folder, vocab_size), vocab_size)
 
     @classmethod
-    def load_for_decoding(cls, folder: Path, vocab_size: int) -> Tokenizer:
-        """Load what decoding needs of the tokenizer of a folder; see `build_for_decoding`."""
-        return cls.build_for_decoding(read_folder(folder, vocab_size), vocab_size)
-
-    @classmethod
     def build(cls, files: TokenizerFiles, vocab_size: int) -> Tokenizer:
         """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens."""
         encoder = _read_encoder(files, vocab_size)

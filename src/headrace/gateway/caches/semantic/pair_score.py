@@ -168,20 +168,3 @@ def fit(
         if float(np.abs(step).max()) < 1e-9:
             break
     return weights[:-1], float(weights[-1])
-
-
-def fit_signed(
-    found: NDArray[np.float64], right: NDArray[np.float64], counts: NDArray[np.float64], *, penalty: float
-) -> tuple[NDArray[np.float64], float]:
-    """Fit on features of equal spread, and leave out features whose weight has the wrong sign (`SIGNS`)."""
-    middle, spread = found.mean(axis=0), found.std(axis=0) + 1e-9
-    scaled = (found - middle) / spread
-    kept = np.ones(found.shape[1], dtype=bool)
-    while True:
-        some, bias = fit(scaled[:, kept], right, counts, penalty=penalty)
-        weights = np.zeros(found.shape[1])
-        weights[kept] = some / spread[kept]
-        against = weights * SIGNS < 0
-        if not against.any():
-            return weights, bias - float(weights @ middle)
-        kept &= ~against
