@@ -103,7 +103,7 @@ def reference(
         if not 1 <= value <= 100_000:
             raise RequestError(f"{name} must be 1 to 100000, not {value}.", parameter=name)
     if not 1 <= batch <= 64:
-        raise RequestError(f"batch must be 1 to 64, not {batch}.", parameter="batch")
+        raise RequestError(f"--batch must be 1 to 64, not {batch}.", parameter="batch")
     if not 2 * answer + prompt <= context <= kv_tokens:
         raise RequestError(
             f"context must be from {2 * answer + prompt}, the longest request, to {kv_tokens}, the KV memory, "

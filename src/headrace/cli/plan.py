@@ -207,7 +207,7 @@ def _load(
         if not least <= value < math.inf:
             raise RequestError(f"{name} must be at least {least:g}, not {value:g}.", parameter=name)
     if not 0.0 <= reused < 1.0:
-        raise RequestError(f"reused must be 0 to below 1, not {reused:g}.", parameter="reused")
+        raise RequestError(f"--reused must be 0 to below 1, not {reused:g}.", parameter="reused")
     found: TrafficProfile = of_lengths(prompt, answer, reused=reused) if traffic is None else of_trace(traffic)
     own = found.rate if rate is None else rate
     return Load(

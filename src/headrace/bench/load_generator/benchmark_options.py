@@ -109,9 +109,9 @@ class BenchmarkOptions:
         ):
             check_minimum(name, value, least)
         if self.requests is not None and self.requests > MOST_REQUESTS:
-            raise RequestError(f"requests must be at most {MOST_REQUESTS:,}.", parameter="requests")
+            raise RequestError(f"--requests must be at most {MOST_REQUESTS:,}.", parameter="requests")
         if list(self.buckets) != sorted(set(self.buckets)) or (self.buckets and self.buckets[0] < 1):
-            raise RequestError("buckets must be increasing numbers of tokens.", parameter="buckets")
+            raise RequestError("--buckets must be increasing numbers of tokens.", parameter="buckets")
         for name, value in self.objectives.items():
             if name not in OBJECTIVES:
                 raise RequestError(
@@ -140,7 +140,7 @@ class BenchmarkOptions:
             check_minimum("concurrency", users, 1)
         for rate in self.rates:
             if not rate > 0.0:
-                raise RequestError(f"rate must be above 0, not {rate}.", parameter="rate")
+                raise RequestError(f"--rate must be above 0, not {rate}.", parameter="rate")
             if rate == math.inf and self.requests is None and self.trace is None:
                 raise RequestError("An infinite rate needs --requests.", parameter="rate")
         if self.ramp is not None:
@@ -153,7 +153,7 @@ class BenchmarkOptions:
             if self.sweep.high < self.sweep.low or self.sweep.factor <= 1.0:
                 raise RequestError("A sweep must go up: FROM below TO, and a factor above 1.", parameter="sweep")
             if not 0.0 < self.sweep.good_share <= 1.0 or not self.sweep.latency > 1.0:
-                raise RequestError("sweep-good must be 0 to 1, and sweep-latency above 1.", parameter="sweep")
+                raise RequestError("--sweep-good must be 0 to 1, and --sweep-latency above 1.", parameter="sweep")
         if self.trace is not None and (self.sweep or len(self.rates) > 1 or len(self.concurrency) > 1):
             raise RequestError("A trace runs as one stage: a second would find its prompts cached.", parameter="trace")
         own = [tenant for tenant in self.tenants if tenant.rate is not None or tenant.concurrency is not None]

@@ -440,7 +440,9 @@ class AdminOperations:
                 )
             found |= dict.fromkeys(self._events[event])
         if not (found or all):  # without a tag it would be everything
-            raise invalid_request("these events end no tags", "events")
+            raise invalid_request(
+                "The configuration names no tags for these events. Pass tags, or 'all': true.", "events"
+            )
         id = f"inv_{secrets.token_hex(8)}"
 
         def plan() -> tuple[AccountChange, InvalidationRecord]:

@@ -196,7 +196,7 @@ class Collection:
     ) -> Neighbours:
         encoder = self._encoder()
         if encoder.identity != index.encoder:
-            raise HeadraceError("the vectors are being made again, because the model has changed")
+            raise HeadraceError("The vectors are computed again, because the encoder has changed.")
         among: list[int] | None = None
         if options.filters:
             among = await self._database.run(

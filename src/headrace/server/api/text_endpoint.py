@@ -197,7 +197,7 @@ def _settling(flow: AnswerFlow, unwatch: Callable[[], None] | None = None) -> Ge
         error = as_api_error(caught)
         raise
     except asyncio.CancelledError:
-        error = ApiError("the server has ended", kind="overloaded_error", code="draining")
+        error = ApiError("The server has shut down. Try again.", kind="overloaded_error", code="draining")
         raise
     finally:
         if unwatch is not None:

@@ -29,7 +29,9 @@ class Upload:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:
-            raise invalid_request("an upload is multipart/form-data, with a boundary")
+            raise invalid_request(
+                "The content-type is not multipart/form-data with a boundary. Send the upload as a form."
+            )
         self.fields: dict[str, str] = {}
         self.filename = ""
         self._chunks = chunks
@@ -61,19 +63,19 @@ class Upload:
         """Read up to the beginning of the file."""
         while not self._seen_file:
             if not await self._feed():
-                raise invalid_request("the upload has no 'file'", "file")
+                raise invalid_request("The upload has no field 'file'. Add the file under this name.", "file")
 
     async def file(self) -> AsyncIterator[bytes]:
         while True:
             if self._late is not None:
-                raise invalid_request(f"'{self._late}' comes after the file; {FIRST_FIELDS}", self._late)
+                raise invalid_request(f"'{self._late}' comes after the file. Note that {FIRST_FIELDS}.", self._late)
             ready, self._ready = self._ready, []
             for piece in ready:
                 yield piece
             if not await self._feed() and not self._ready:
                 break
         if not self._ended:
-            raise invalid_request("the upload ends before its last boundary")
+            raise invalid_request("The upload ends before its last boundary. Send it again.")
 
     async def _feed(self) -> bool:
         """Read more of the body. Return False at its end."""
@@ -83,7 +85,7 @@ class Upload:
         try:
             self._parser.write(chunk)
         except FormParserError:
-            raise invalid_request("the upload is not multipart/form-data as it says") from None
+            raise invalid_request("The body is not valid multipart/form-data, as the content-type says.") from None
         return True
 
     def _part_begins(self) -> None:
@@ -114,11 +116,11 @@ class Upload:
         elif self._seen_file:
             self._late = self._field[:100]
         elif self._field in self.fields:
-            raise invalid_request(f"'{self._field[:100]}' is there twice", self._field[:100])
+            raise invalid_request(f"'{self._field[:100]}' is there twice. Send each field once.", self._field[:100])
         elif filename is not None:
-            raise invalid_request("the file's field must be called 'file'", "file")
+            raise invalid_request(f"The file is in the field '{self._field[:100]}'. Expected 'file'.", "file")
         elif len(self.fields) >= _FIELDS:
-            raise invalid_request("the upload has too many fields")
+            raise invalid_request(f"The upload has more than {_FIELDS} fields.")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._in_file:
@@ -128,7 +130,7 @@ class Upload:
             return
         self._data += data[start:end]
         if len(self._data) > _FIELD_BYTES:
-            raise invalid_request(f"'{self._field[:100]}' is longer than {_FIELD_BYTES} bytes", self._field[:100])
+            raise invalid_request(f"'{self._field[:100]}' is longer than {_FIELD_BYTES} bytes.", self._field[:100])
 
     def _part_ends(self) -> None:
         if self._in_file:
