@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -17,33 +17,25 @@ from rich.console import Console
 from headrace.adapt.head_recipe import HeadRecipe
 from headrace.adapt.modules import parse_targets
 from headrace.adapt.recipe import AdaptRecipe, BaseFormat, RoundedFormat, prepare_torch
-from headrace.adapt.training_rows import TrainingRow, hold_out
 from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
-from headrace.cli.lab.replay import api_key
 from headrace.cli.making.adapt_card import score_table, write_card
-from headrace.cli.making.adapt_examples import (
-    answered_by,
-    has_answer,
-    read_answered_traffic,
-    read_examples,
-    rows_of,
-    text_rows,
-)
+from headrace.cli.making.adapt_data import AdaptData
 from headrace.cli.making.adapt_heads import train_heads
+from headrace.cli.making.adapt_teacher import Distil, Teacher
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
-from headrace.lab.answering.model_server import AnswererSpec, parse_spec
+from headrace.lab.answering.model_server import AnswererSpec
 from headrace.lab.cases.case import Case
 from headrace.lab.gate.task_scores import VariantScores, ask_all, compare_scores, score_answers
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.variant import Variant
 
-_HELD_OUT: Final = 0.1  # share of the examples
-_MOST_LENGTH: Final = 1024
-_TEXT: Final = (".txt", ".md")
+if TYPE_CHECKING:
+    from headrace.adapt.adaptation import AdaptedModel
 
-Distil = Literal["auto", "answers", "logits", "both"]
+_MOST_LENGTH: Final = 1024
+
 Heads = Literal["medusa", "eagle"]
 
 
@@ -204,24 +196,63 @@ def adapt(
         patience=patience,
         seed=seed,
     )
+    _check(recipe, out, merge)
+    most = _longest(max_length, folder.spec.context)
+    teacher = Teacher.of(distil_from, distil, folder, key_env, cores)
+    examples = AdaptData.read(folder, data, held_out, teacher, most, plain=plain, seed=seed)
+    if teacher is not None and teacher.folder is not None:
+        recipe = _with_share(recipe, teacher_share)
+    merged = merge is not None or (gate and bool(examples.cases))
+    adapted = _train(
+        folder, examples, recipe, out, base=model, teacher=teacher, merged=merged, threads=cores, restart=restart
+    )
+    scores: list[VariantScores] = []
+    if gate and examples.cases and adapted.model is not None:
+        weights = qat if qat != "none" else base if base != "f32" else "auto"
+        specs = [
+            _local(model, folder.path, weights, cores),
+            _local(out.name, adapted.model, qat if qat != "none" else "auto", cores),
+        ]
+        scores = _measure(examples.cases[:gate_prompts], specs)
+    write_card(adapted, folder, recipe, examples.describe(), "" if teacher is None else teacher.name, scores)
+    adapted.publish(out, merge)
+    if _report(out, adapted, recipe, scores) == "worse":
+        sys.exit(1)
+
+
+def _check(recipe: AdaptRecipe, out: Path, merge: Path | None) -> None:
     recipe.check()
-    if full and merge is not None:
+    if recipe.full and merge is not None:
         raise RequestError("--full writes a model already. Remove --merge.", parameter="merge")
-    if qat != "none" and not full and merge is None:
+    if recipe.rounded != "none" and not recipe.full and merge is None:
         raise RequestError("--qat is for weights that are served as a whole. Add --merge or --full.", parameter="qat")
     for path in (out, merge):
         if path is not None and path.exists():
             raise RequestError(f"{path} exists. Choose another name, or remove it first.", parameter="out")
-    most = min(_MOST_LENGTH, folder.spec.context) if max_length is None else max_length
-    if not 2 <= most <= folder.spec.context:
-        raise RequestError(
-            f"'max_length' must be 2 to {folder.spec.context}, the model's context, not {most}.", parameter="max-length"
-        )
-    teacher = _Teacher.of(distil_from, distil, folder, key_env, cores)
-    examples = _Examples.read(folder, data, held_out, teacher, most, plain=plain, seed=seed)
-    if teacher is not None and teacher.folder is not None:
-        recipe = _with_share(recipe, teacher_share)
 
+
+def _longest(max_length: int | None, context: int) -> int:
+    """Return the most tokens of an example."""
+    most = min(_MOST_LENGTH, context) if max_length is None else max_length
+    if not 2 <= most <= context:
+        raise RequestError(
+            f"'max_length' must be 2 to {context}, the model's context, not {most}.", parameter="max-length"
+        )
+    return most
+
+
+def _train(
+    folder: ModelFolder,
+    examples: AdaptData,
+    recipe: AdaptRecipe,
+    out: Path,
+    *,
+    base: str,
+    teacher: Teacher | None,
+    merged: bool,
+    threads: int,
+    restart: bool,
+) -> AdaptedModel:
     from headrace.adapt.adaptation import adapt_model  # imports torch
     from headrace.adapt.training import TrainingProgress
 
@@ -237,25 +268,20 @@ def adapt(
             examples.held_out,
             recipe,
             out,
-            base=model,
+            base=base,
             teacher=None if teacher is None else teacher.folder,
-            merge=merge is not None or (gate and bool(examples.cases)),
-            threads=cores,
+            merge=merged,
+            threads=threads,
             restart=restart,
             watch=watch,
         )
     if adapted.resumed:
         print(f"Continued after step {adapted.resumed}.", file=sys.stderr)
-    scores: list[VariantScores] = []
-    if gate and examples.cases and adapted.model is not None:
-        weights = qat if qat != "none" else base if base != "f32" else "auto"
-        specs = [
-            _local(model, folder.path, weights, cores),
-            _local(out.name, adapted.model, qat if qat != "none" else "auto", cores),
-        ]
-        scores = _measure(examples.cases[:gate_prompts], specs)
-    write_card(adapted, folder, recipe, examples.describe(), "" if teacher is None else teacher.name, scores)
-    adapted.publish(out, merge)
+    return adapted
+
+
+def _report(out: Path, adapted: AdaptedModel, recipe: AdaptRecipe, scores: Sequence[VariantScores]) -> str:
+    """Print what was trained and the scores, and return the verdict; empty without scores."""
     state = adapted.state
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     console.print(
@@ -265,133 +291,11 @@ def adapt(
         soft_wrap=True,
     )
     if not scores:
-        return
+        return ""
     console.print(score_table(scores))
     verdict = compare_scores(scores[1], scores[0])
     console.print(f"Correct answers against the base: {verdict}.")
-    if verdict == "worse":
-        sys.exit(1)
-
-
-class _Teacher:
-    """Where answers or predictions come from."""
-
-    def __init__(
-        self, name: str, *, answers: AnswererSpec | None, folder: ModelFolder | None, recording: Path | None, key: str
-    ) -> None:
-        self.name = name
-        self.answers = answers  # None: it answers nothing
-        self.folder = folder  # None: its predictions are not learnt
-        self.recording = recording
-        self.key = key
-
-    @classmethod
-    def of(
-        cls, text: str | None, distil: Distil, student: ModelFolder, key_env: str | None, threads: int
-    ) -> _Teacher | None:
-        if text is None:
-            return None
-        if Path(text).suffix == ".jsonl":
-            if not Path(text).is_file():
-                raise RequestError(f"There is no file {text}.", parameter="distil-from")
-            if distil not in ("auto", "answers"):
-                raise RequestError("A recording has answers only. Remove --distil.", parameter="distil")
-            return cls(
-                f"recorded answers of {Path(text).name}", answers=None, folder=None, recording=Path(text), key=""
-            )
-        spec = parse_spec(text, parameter="distil-from", options={"threads": threads})
-        folder = None
-        if spec.is_local and distil != "answers":
-            folder = open_model(find_model(text.rpartition("@")[0] if "@" in Path(text).name else text))
-            differs = folder.tokenizer.difference(student.tokenizer)
-            if differs is not None and distil != "auto":
-                raise RequestError(
-                    f"The teacher's predictions cannot be learnt, because its tokenizer differs: {differs}. Pass "
-                    "--distil answers.",
-                    parameter="distil",
-                )
-            folder = folder if differs is None else None
-        elif distil in ("logits", "both"):
-            raise RequestError("A server gives answers only. Pass --distil answers.", parameter="distil")
-        answers = None if folder is not None and distil != "both" else spec
-        return cls(text, answers=answers, folder=folder, recording=None, key=api_key(key_env))
-
-
-class _Examples:
-    """Rows to train and to evaluate on, and the held-out prompts with good answers."""
-
-    def __init__(self, rows: Sequence[TrainingRow], held_out: Sequence[TrainingRow], cases: Sequence[Case]) -> None:
-        self.rows = rows
-        self.held_out = held_out
-        self.cases = cases  # empty: the data is a text
-
-    def describe(self) -> str:
-        return f"{len(self.rows):,} to train on, {len(self.held_out):,} held out"
-
-    @classmethod
-    def read(
-        cls,
-        folder: ModelFolder,
-        data: Path | None,
-        held_out: Path | None,
-        teacher: _Teacher | None,
-        most: int,
-        *,
-        plain: bool,
-        seed: int,
-    ) -> _Examples:
-        if data is not None and not data.is_file():
-            raise RequestError(f"There is no file {data}.", parameter="data")
-        if data is not None and data.suffix in _TEXT:
-            rows = text_rows(data, folder.tokenizer, most)
-            own = None if held_out is None else text_rows(held_out, folder.tokenizer, most)
-            return cls._split(rows, [], own, [], seed)
-        cases = [] if data is None else read_examples(data, plain=plain)
-        if teacher is not None and teacher.recording is not None:
-            cases = [*cases, *read_answered_traffic(teacher.recording)]
-        if not cases:
-            raise RequestError("Pass your examples: --data FILE.", parameter="data")
-        if teacher is not None and teacher.answers is not None:
-            cases = _taught(cases, teacher.answers, teacher.key)
-        unanswered = next((case for case in cases if not has_answer(case)), None)
-        if unanswered is not None:
-            raise RequestError(
-                f"{data}, {unanswered.id}: the example has no answer. Add 'completion' or an assistant's message, or "
-                "pass --distil-from MODEL --distil answers.",
-                parameter="data",
-            )
-        rows, kept = rows_of(cases, folder.tokenizer, most)
-        if len(rows) < len(cases):
-            print(f"Left out {len(cases) - len(rows):,} examples of more than {most} tokens.", file=sys.stderr)
-        if held_out is None:
-            return cls._split(rows, kept, None, [], seed)
-        own_rows, own_cases = rows_of(read_examples(held_out, plain=plain), folder.tokenizer, most)
-        return cls._split(rows, kept, own_rows, own_cases, seed)
-
-    @classmethod
-    def _split(
-        cls,
-        rows: Sequence[TrainingRow],
-        cases: Sequence[Case],
-        own: Sequence[TrainingRow] | None,
-        own_cases: Sequence[Case],
-        seed: int,
-    ) -> _Examples:
-        if own is not None:
-            return cls(rows, own, own_cases)
-        if len(rows) < 2:
-            raise RequestError("Training needs at least two examples: one is held out.", parameter="data")
-        train, held = hold_out(len(rows), _HELD_OUT, seed)
-        return cls([rows[at] for at in train], [rows[at] for at in held], [cases[at] for at in held] if cases else [])
-
-
-def _taught(cases: Sequence[Case], teacher: AnswererSpec, key: str) -> list[Case]:
-    with EvaluationBar() as bar:
-
-        def watch(done: int, total: int) -> None:
-            bar.show(EvaluationProgress("teacher's answers", done, total))
-
-        return answered_by(cases, teacher, key=key, watch=watch)
+    return verdict
 
 
 def _measure(cases: Sequence[Case], specs: Sequence[AnswererSpec]) -> list[VariantScores]:

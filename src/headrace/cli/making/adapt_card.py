@@ -10,7 +10,7 @@ from rich.table import Table
 
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.lab.gate.metrics import METRICS
-from headrace.lab.gate.task_scores import Score, VariantScores, compare_scores
+from headrace.lab.gate.task_scores import TaskScore, VariantScores, compare_scores
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.model_folder import ModelFolder
 
@@ -85,7 +85,7 @@ def _rows(scores: Sequence[VariantScores]) -> list[list[str]]:
     ]
 
 
-def _text(score: Score | None) -> str:
+def _text(score: TaskScore | None) -> str:
     if score is None:
         return ""
     return f"{100 * score.value:.1f} % ({100 * score.low:.1f}…{100 * score.high:.1f})"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +32,10 @@ from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.weight_cache import cache_folder
+
+if TYPE_CHECKING:
+    from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+    from headrace.adapt.head_training import HeadTraining
 
 _HELD_OUT: Final = 0.1
 _LEAST_TOKENS: Final = 4  # of an answer that is learnt
@@ -62,6 +66,49 @@ def train_heads(
     check_takes_drafts(folder.spec, model)
     if data is None:
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
+    _check(folder, out, vocabulary, answer_tokens)
+    asked, held = _prompts(data, held_out, recipe.seed)
+    job = HeadJob(
+        model=content_digest(folder.weights.files, index_dir=cache_folder()),
+        kind=kind,
+        recipe=recipe,
+        weights=weights,
+        vocabulary=vocabulary,
+        answer_tokens=answer_tokens,
+        prompts=hashlib.sha256(repr((asked, held)).encode()).hexdigest(),
+    )
+
+    from headrace.adapt.head_networks import MedusaNetwork  # imports torch
+
+    run = HeadRun.open(out.with_name(out.name + _PARTIAL), job, folder.spec.hidden_size, restart=restart)
+    with _finished(out, run) as partial:
+        answers = _answer_prompts(folder, job, run, asked, held, threads)
+        trained = _train_network(folder, job, run, answers, out, base=model, threads=threads)
+        found = trained.training.acceptance(answers.held_out, recipe.depth)
+        if isinstance(trained.network, MedusaNetwork):
+            write_medusa(partial, trained.network.heads(answers.inputs.tokens), base=model)
+        else:
+            write_eagle(partial, trained.network.layer(answers.inputs.tokens), trained.config)
+        lines = [
+            f"{sum(value.numel() for value in trained.network.trained.values()):,} weights, trained on "
+            f"{sum(len(each.tokens) for each in answers.train):,} tokens of {len(answers.train):,} answers of {model}.",
+            f"On {len(answers.held_out):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} "
+            "tokens.",
+        ]
+        card = _card(kind, recipe, lines, found.by_draft, len(answers.inputs.head))
+        (partial / "README.md").write_text(card, encoding="utf-8")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    if trained.training.resumed:
+        print(f"Continued after step {trained.training.resumed}.", file=sys.stderr)
+    console.print(f"{out}: {' '.join(lines)}", soft_wrap=True)
+    table = Table("draft", "accepted, if those before it were", box=None)
+    for place, share in enumerate(found.by_draft, start=1):
+        table.add_row(str(place), f"{share:.0%}")
+    console.print(table)
+    console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
+
+
+def _check(folder: ModelFolder, out: Path, vocabulary: int, answer_tokens: int) -> None:
     if out.exists():
         raise RequestError(f"{out} exists. Choose another name, or remove it first.", parameter="out")
     longest = min(_LONGEST_ANSWER, folder.spec.context // 2)
@@ -75,92 +122,92 @@ def train_heads(
         raise RequestError(
             f"'vocabulary' must be at least {_LEAST_VOCABULARY}, not {vocabulary}.", parameter="vocabulary"
         )
-    asked, held = _prompts(data, held_out, recipe.seed)
 
+
+class _Answers(NamedTuple):
+    """The model's own answers, and what heads read of the model."""
+
+    train: list[HeadExample]
+    held_out: list[HeadExample]
+    inputs: HeadModel
+
+
+def _answer_prompts(
+    folder: ModelFolder,
+    job: HeadJob,
+    run: HeadRun,
+    asked: Sequence[Document],
+    held: Sequence[Document],
+    threads: int,
+) -> _Answers:
+    most = job.answer_tokens
+    # Prompts have at least as much of the context as answers.
+    context = min(max(_CONTEXT, 2 * most), folder.spec.context)
+    with (
+        EvaluationBar() as bar,
+        LLM(
+            folder,
+            weights=job.weights,
+            threads=threads,
+            speculation="none",
+            context=context,
+            max_sequences=_AT_ONCE,
+        ) as llm,
+    ):
+        pace = _Pace(run.train.tokens + run.held_out.tokens)
+
+        def asking() -> None:
+            speed = pace.after(run.train.tokens + run.held_out.tokens)
+            done = run.train.prompts + run.held_out.prompts
+            bar.show(EvaluationProgress(f"the model's own answers{speed}", done, len(asked) + len(held)))
+
+        bar.start_from(run.train.prompts + run.held_out.prompts)
+        train = _record(llm, asked, most, run.train, asking)
+        kept = _record(llm, held, most, run.held_out, asking)
+        tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, job.vocabulary)
+        products = llm.opened.executor.products
+        embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
+        every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
+        inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
+    return _Answers(train, kept, inputs)
+
+
+class _TrainedHeads(NamedTuple):
+    network: MedusaNetwork | EagleNetwork
+    training: HeadTraining
+    config: dict[str, object]  # of an EAGLE layer
+
+
+def _train_network(
+    folder: ModelFolder, job: HeadJob, run: HeadRun, answers: _Answers, out: Path, *, base: str, threads: int
+) -> _TrainedHeads:
     import torch
 
     from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
     from headrace.adapt.head_training import HeadTraining
 
-    job = HeadJob(
-        model=content_digest(folder.weights.files, index_dir=cache_folder()),
-        kind=kind,
-        recipe=recipe,
-        weights=weights,
-        vocabulary=vocabulary,
-        answer_tokens=answer_tokens,
-        prompts=hashlib.sha256(repr((asked, held)).encode()).hexdigest(),
+    torch.set_num_threads(threads)
+    recipe = job.recipe
+    config = eagle_config(folder.spec, base=base)
+    network = (
+        MedusaNetwork(folder.spec, recipe.depth)
+        if job.kind == "medusa"
+        else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(answers.inputs.head)), recipe.seed)
     )
-    run = HeadRun.open(out.with_name(out.name + _PARTIAL), job, folder.spec.hidden_size, restart=restart)
-    with _finished(out, run) as partial:
-        with (
-            EvaluationBar() as bar,
-            LLM(
-                folder,
-                weights=weights,
-                threads=threads,
-                speculation="none",
-                # Prompts have at least as much of it as answers.
-                context=min(max(_CONTEXT, 2 * answer_tokens), folder.spec.context),
-                max_sequences=_AT_ONCE,
-            ) as llm,
-        ):
-            total = len(asked) + len(held)
+    with EvaluationBar() as bar:
+        pace, learnt = _Pace(0), 0
 
-            pace = _Pace(run.train.tokens + run.held_out.tokens)
+        def watch(step: int, steps: int, loss: float, tokens: int) -> None:
+            nonlocal learnt
+            if step == training.resumed + 1:
+                bar.start_from(training.resumed)
+            learnt += tokens
+            bar.show(EvaluationProgress(f"loss {loss:.3f}{pace.after(learnt)}", step, steps))
 
-            def asking() -> None:
-                speed = pace.after(run.train.tokens + run.held_out.tokens)
-                done = run.train.prompts + run.held_out.prompts
-                bar.show(EvaluationProgress(f"the model's own answers{speed}", done, total))
-
-            bar.start_from(run.train.prompts + run.held_out.prompts)
-            train = _record(llm, asked, answer_tokens, run.train, asking)
-            kept = _record(llm, held, answer_tokens, run.held_out, asking)
-            tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, vocabulary)
-            products = llm.opened.executor.products
-            embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
-            every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
-            inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
-        torch.set_num_threads(threads)
-        config = eagle_config(folder.spec, base=model)
-        network = (
-            MedusaNetwork(folder.spec, recipe.depth)
-            if kind == "medusa"
-            else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(every)), recipe.seed)
-        )
-        with EvaluationBar() as bar:
-            pace, learnt = _Pace(0), 0
-
-            def training(step: int, steps: int, loss: float, tokens: int) -> None:
-                nonlocal learnt
-                if step == training_job.resumed + 1:
-                    bar.start_from(training_job.resumed)
-                learnt += tokens
-                bar.show(EvaluationProgress(f"loss {loss:.3f}{pace.after(learnt)}", step, steps))
-
-            training_job = HeadTraining(network, inputs, recipe, learns_states=kind == "eagle", run=run, watch=training)
-            training_job.run(train)
-        found = training_job.acceptance(kept, recipe.depth)
-        if isinstance(network, MedusaNetwork):
-            write_medusa(partial, network.heads(tokens), base=model)
-        else:
-            write_eagle(partial, network.layer(tokens), config)
-        lines = [
-            f"{sum(value.numel() for value in network.trained.values()):,} weights, trained on "
-            f"{sum(len(each.tokens) for each in train):,} tokens of {len(train):,} answers of {model}.",
-            f"On {len(kept):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} tokens.",
-        ]
-        (partial / "README.md").write_text(_card(kind, recipe, lines, found.by_draft, len(every)), encoding="utf-8")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    if training_job.resumed:
-        print(f"Continued after step {training_job.resumed}.", file=sys.stderr)
-    console.print(f"{out}: {' '.join(lines)}", soft_wrap=True)
-    table = Table("draft", "accepted, if those before it were", box=None)
-    for place, share in enumerate(found.by_draft, start=1):
-        table.add_row(str(place), f"{share:.0%}")
-    console.print(table)
-    console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
+        learns_states = job.kind == "eagle"
+        training = HeadTraining(network, answers.inputs, recipe, learns_states=learns_states, run=run, watch=watch)
+        training.run(answers.train)
+    return _TrainedHeads(network, training, config)
 
 
 class _Pace:
