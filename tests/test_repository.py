@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,3 +176,12 @@ def test_every_metric_is_documented() -> None:
     found = {each.name + ("_total" if each.type == "counter" else "") for each in metrics.registry.collect()}
     assert names <= {each.removesuffix("_total") for each in found}
     assert documented == found
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    found = Counter(
+        name
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert [name for name, count in found.items() if count > 1] == []

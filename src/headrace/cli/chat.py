@@ -39,7 +39,7 @@ class AnswerTimings:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """The conversation so far."""
 
     system: str = ""
@@ -205,12 +205,12 @@ def chat(
     else:
         backend = LocalBackend(model or DEFAULT_MODEL, max_tokens, sampling, weights=weights, threads=threads)
     try:
-        _converse(backend, Conversation(system))
+        _converse(backend, ChatSession(system))
     finally:
         backend.close()
 
 
-def _converse(backend: ChatBackend, conversation: Conversation) -> None:
+def _converse(backend: ChatBackend, conversation: ChatSession) -> None:
     console = Console(highlight=False)
     if sys.stdin.isatty():
         console.print(_HELP, style="dim")
@@ -234,7 +234,7 @@ def _converse(backend: ChatBackend, conversation: Conversation) -> None:
             _answer(backend, conversation, text, console)
 
 
-def _answer(backend: ChatBackend, conversation: Conversation, text: str, console: Console) -> None:
+def _answer(backend: ChatBackend, conversation: ChatSession, text: str, console: Console) -> None:
     """Send one question and print its answer. A stopped or failed answer does not join the conversation."""
     timings, answer = AnswerTimings(), ""
     began = time.perf_counter()

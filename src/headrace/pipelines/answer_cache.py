@@ -1,4 +1,4 @@
-"""AnswerCache: earlier answers of a pipeline to the same question, for its popular-answer mode."""
+"""RunAnswerCache: earlier answers of a pipeline to the same question, for its popular-answer mode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headrace.pipelines.run_state import STALE_S, RunState
 _SPACE: Final = re.compile(r"\s+")
 
 
-class StoredAnswer(msgspec.Struct):
+class StoredPipelineAnswer(msgspec.Struct):
     text: str
     sources: list[dict[str, Any]]
     citations: list[dict[str, Any]]
     followups: list[str]
 
 
-class AnswerCache:
+class RunAnswerCache:
     """The view of one run. Answers depend on the tenant, the whole conversation, the filters and the mode."""
 
     def __init__(self, results: ResultCache, state: RunState) -> None:
@@ -30,7 +30,7 @@ class AnswerCache:
         self._is_used = "cache" in state.config.generate.order and state.exchange.text_request.cache == "on"
         self._lookup: ResultLookup | None = None  # the last one
 
-    async def find(self, *, stale: bool = False) -> StoredAnswer | None:
+    async def find(self, *, stale: bool = False) -> StoredPipelineAnswer | None:
         """Return an answer; with `stale`, also one that is older than `cache_s`."""
         if not self._is_used:
             return None
@@ -44,7 +44,7 @@ class AnswerCache:
             fresh_s=state.config.generate.cache_s,
         )
         data = self._lookup.old if stale and self._lookup.data is None else self._lookup.data
-        return None if data is None else msgspec.json.decode(data, type=StoredAnswer)
+        return None if data is None else msgspec.json.decode(data, type=StoredPipelineAnswer)
 
     async def store(self) -> None:
         """Keep the run's answer if it is complete and nothing was passed over."""
@@ -52,7 +52,7 @@ class AnswerCache:
         if self._lookup is None or state.finish != "stop" or state.skipped or state.approvals or not state.text:
             return
         checked = () if state.citations is None else state.citations.citations
-        stored = StoredAnswer(
+        stored = StoredPipelineAnswer(
             text=state.text,
             sources=state.source_entries,
             citations=[each.described(state.config.check.least_support) for each in checked],

@@ -23,7 +23,7 @@ from headrace.gateway.routing.composite_answerer import sum_usage
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.upstream_answers.upstream_generation import UpstreamGeneration
 from headrace.observe import metrics
-from headrace.pipelines.answer_cache import AnswerCache, StoredAnswer
+from headrace.pipelines.answer_cache import RunAnswerCache, StoredPipelineAnswer
 from headrace.pipelines.answer_delivery import AnswerDelivery
 from headrace.pipelines.budget_plan import StageNeed, fitted, stage_end
 from headrace.pipelines.followups import suggest_followups
@@ -37,13 +37,13 @@ from headrace.pipelines.stages.embed import Embed
 from headrace.pipelines.stages.generate import generate, rescue
 from headrace.pipelines.stages.rerank import Rerank
 from headrace.pipelines.stages.search import Search
-from headrace.pipelines.stages.stage import Stage
+from headrace.pipelines.stages.stage import PipelineStage
 from headrace.pipelines.stages.tools import offered_tools, run_tools
 from headrace.pipelines.tools.tool import ToolSpec
 
 log: Final = structlog.stdlib.get_logger("headrace.pipelines")
 
-_STAGES: Final[Mapping[str, Stage]] = {
+_STAGES: Final[Mapping[str, PipelineStage]] = {
     "embed": Embed(),
     "search": Search(),
     "rerank": Rerank(),
@@ -62,7 +62,7 @@ class PipelineRun:
         self.exchange: Exchange = state.exchange
         self.state = state
         self._services = services
-        self._answers = AnswerCache(services.results, state)
+        self._answers = RunAnswerCache(services.results, state)
         self._prefetcher = prefetcher
         self._on_ended = ended
         self._needs = fitted(stage_needs(state.config), state.deadline - state.began)
@@ -225,7 +225,7 @@ class PipelineRun:
         self._prefetcher.prefetch(state)
         yield self._last_delta()
 
-    async def _replay(self, stored: StoredAnswer) -> AsyncGenerator[ChoiceDelta]:
+    async def _replay(self, stored: StoredPipelineAnswer) -> AsyncGenerator[ChoiceDelta]:
         """Deliver an earlier answer to the same question."""
         state = self.state
         state.answered_by = "cache"
@@ -246,7 +246,7 @@ class PipelineRun:
             yield NoteDelta(0, event="followups", data=stored.followups)
         yield self._last_delta()
 
-    async def _run_stage(self, name: StageName, stage: Stage, end: float) -> None:
+    async def _run_stage(self, name: StageName, stage: PipelineStage, end: float) -> None:
         """Run a stage that ends with one result. ApiError if it must not be passed over."""
         services, state = self._services, self.state
         config = getattr(state.config, name)
@@ -300,7 +300,7 @@ class PipelineRun:
             return
         report("skipped", why)
 
-    async def _look(self, name: StageName, stage: Stage, config: Any) -> ResultLookup:
+    async def _look(self, name: StageName, stage: PipelineStage, config: Any) -> ResultLookup:
         """Look for an earlier result of a stage, if it keeps any."""
         state = self.state
         parts = stage.cache_parts(state)

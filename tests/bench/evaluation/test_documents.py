@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.evaluation.documents import Document, Tokens, cut, read_prompts, read_text, tokenise
+from headrace.bench.evaluation.documents import Document, DocumentTokens, cut, read_prompts, read_text, tokenise
 from headrace.errors import RequestError
 from headrace.models.model_folder import BUNDLED, open_model
 
@@ -20,7 +20,7 @@ def scored(windows: list, prefix: int = 0) -> list[int]:
 @pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (16, 1), (200, 100), (17, 5)])
 @pytest.mark.parametrize("prefix", [[], [1], [1, 2]])
 def test_every_token_is_scored_once_in_order(window: int, stride: int, prefix: list[int]) -> None:
-    windows = cut([Tokens(prefix, BODY)], window=window, stride=stride)
+    windows = cut([DocumentTokens(prefix, BODY)], window=window, stride=stride)
     assert scored(windows) == (BODY if prefix else BODY[1:])  # without a prefix nothing predicts the first token
     for each in windows:
         assert len(each.tokens) <= window
@@ -29,7 +29,7 @@ def test_every_token_is_scored_once_in_order(window: int, stride: int, prefix: l
 
 
 def test_a_later_window_scores_its_last_tokens_with_the_rest_as_context() -> None:
-    windows = cut([Tokens([], BODY)], window=20, stride=5)
+    windows = cut([DocumentTokens([], BODY)], window=20, stride=5)
     assert [(each.tokens[0], each.tokens[-1], each.first) for each in windows[:3]] == [
         (100, 119, 1),
         (105, 124, 15),
@@ -38,21 +38,21 @@ def test_a_later_window_scores_its_last_tokens_with_the_rest_as_context() -> Non
 
 
 def test_only_the_completion_is_scored_with_its_prompt_as_context() -> None:
-    windows = cut([Tokens([], BODY, score_from=60)], window=50, stride=25)
+    windows = cut([DocumentTokens([], BODY, score_from=60)], window=50, stride=25)
     assert scored(windows) == BODY[60:]
     assert all(each.first >= 25 - 10 for each in windows)
 
 
 def test_a_limit_cuts_the_tokens_that_are_scored() -> None:
-    windows = cut([Tokens([], BODY), Tokens([], BODY)], window=20, stride=10, most=25)
+    windows = cut([DocumentTokens([], BODY), DocumentTokens([], BODY)], window=20, stride=10, most=25)
     assert scored(windows) == BODY[1:26]
     assert sum(each.scored for each in windows) == 25
 
 
 def test_a_chunk_is_a_window_of_a_single_text_and_otherwise_a_document() -> None:
-    one = cut([Tokens([], BODY)], window=20, stride=10)
+    one = cut([DocumentTokens([], BODY)], window=20, stride=10)
     assert [each.chunk for each in one] == list(range(len(one)))
-    several = cut([Tokens([], BODY), Tokens([], BODY)], window=60, stride=30)
+    several = cut([DocumentTokens([], BODY), DocumentTokens([], BODY)], window=60, stride=30)
     assert [each.chunk for each in several] == [0, 0, 0, 1, 1, 1]
 
 

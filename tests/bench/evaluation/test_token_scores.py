@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.bench.evaluation import token_scores
-from headrace.bench.evaluation.documents import Tokens, Window, cut
+from headrace.bench.evaluation.documents import DocumentTokens, Window, cut
 from headrace.bench.evaluation.token_scores import TokenScores, log_softmax, measure_speed, score
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.executor import StepBatch
@@ -19,7 +19,7 @@ from headrace.llm import LLM
 from headrace.models.model_folder import open_model
 
 BODY = [int(token) for token in np.random.default_rng(3).integers(5, 800, 150)]
-WINDOWS = cut([Tokens([], BODY)], window=64, stride=32)
+WINDOWS = cut([DocumentTokens([], BODY)], window=64, stride=32)
 
 
 def loaded(folder: Path, **options: Any) -> CpuExecutor:

@@ -13,9 +13,9 @@ import pytest
 from headrace.bench.tuning.remembered_machine import RememberedMachine, TuneState, read_state
 from headrace.bench.tuning.search import (
     OUT_OF_TIME,
-    Choice,
     Gate,
     Level,
+    LevelChoice,
     LevelResult,
     Noise,
     Rules,
@@ -28,7 +28,7 @@ from headrace.errors import RequestError
 
 THREADS, ROWS, BATCH, DRAFTS, KV = (1, 2, 4, 8), (64, 128, 256, 512, 1024), (1, 8, 16, 32, 64), (0, 2, 4, 8), (0, 1)
 LEVELS = [
-    Level(name=name, what=name, choices=tuple(Choice(str(each), {name: each}) for each in values), lossy=lossy)
+    Level(name=name, what=name, choices=tuple(LevelChoice(str(each), {name: each}) for each in values), lossy=lossy)
     for name, values, lossy in (
         ("threads", THREADS, False),
         ("batch", BATCH, False),
@@ -166,9 +166,9 @@ def test_a_level_says_why_it_was_not_tried() -> None:
     machine = Simulated()
     skipped = Level(name="pages", what="", choices=(), skip="the system decides")
     assert try_level(skipped, START, machine, Rules()).reason == "the system decides"
-    same = Level(name="threads", what="", choices=(Choice("1", {"threads": 1}),))
+    same = Level(name="threads", what="", choices=(LevelChoice("1", {"threads": 1}),))
     assert try_level(same, START, machine, Rules()).reason == "the current setting has it already"
-    large = Level(name="large", what="", choices=(Choice("64 and 1024", {"batch": 64, "rows": 1024}),))
+    large = Level(name="large", what="", choices=(LevelChoice("64 and 1024", {"batch": 64, "rows": 1024}),))
     assert try_level(large, START, machine, Rules()).reason == "64 and 1024: not enough memory"
     assert machine.calls == 0
 
@@ -186,7 +186,7 @@ def test_a_level_for_memory_is_kept_if_it_is_not_slower() -> None:
             def speed(self, setting: Setting) -> float:
                 return 100.0 * (cost if setting["context"] < 8192 else 1.0)
 
-        level = Level(name="context", what="", choices=(Choice("512", {"context": 512}),), aim="memory")
+        level = Level(name="context", what="", choices=(LevelChoice("512", {"context": 512}),), aim="memory")
         return try_level(level, {"context": 8192}, Costly(noise=0.01), Rules())
 
     assert result(cost=1.0).outcome == "kept"

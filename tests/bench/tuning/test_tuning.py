@@ -20,7 +20,7 @@ from headrace.bench.tuning.bottleneck import judge
 from headrace.bench.tuning.engine_machine import EngineMachine
 from headrace.bench.tuning.levels import NO_PROMPTS, TuningInputs, default_setting, naive_setting, tuning_levels
 from headrace.bench.tuning.quality_gate import GateRules, pass_gate
-from headrace.bench.tuning.search import OUT_OF_TIME, Comparison, Gate, LevelResult, Rules, Setting
+from headrace.bench.tuning.search import OUT_OF_TIME, Gate, LevelResult, Rules, Setting, SettingComparison
 from headrace.bench.tuning.tune_report import TuneReport, tune_html, tuned_toml
 from headrace.bench.tuning.tuning import TuneOptions, tune
 from headrace.bench.tuning.tuning_traffic import make_jobs, tuning_traffic
@@ -230,7 +230,7 @@ def made_report(final: Setting) -> TuneReport:
         start=start,
         final=final,
         results=[kept, failed],
-        overall=Comparison(2.02, 1.9, 2.1, figures, figures),
+        overall=SettingComparison(2.02, 1.9, 2.1, figures, figures),
         before=None,
         after=None,
         measurements=30,

@@ -24,7 +24,7 @@ from headrace.engine.grammar.constraints import (
     GrammarState,
     Mask,
 )
-from headrace.engine.grammar.token_vocabulary import Vocabulary
+from headrace.engine.grammar.token_vocabulary import TokenVocabulary
 from headrace.engine.interface.grammar_spec import GrammarKind
 from headrace.engine.interface.output_text import OutputText
 from headrace.errors import RequestError
@@ -609,12 +609,12 @@ def test_what_takes_too_long_is_refused(tokenizer: Tokenizer) -> None:
 
 def test_texts_are_cut_as_the_tokenizer_cuts_them(tokenizers_of: dict[str, Tokenizer]) -> None:
     for name, tokenizer in tokenizers_of.items():
-        vocabulary = Vocabulary(tokenizer)
+        vocabulary = TokenVocabulary(tokenizer)
         for text in ("the wheel", ' "name": 1', '"name"', "中", " ", "\n\n", "", "<|end|>", "x </s> y", "é "):
             found = vocabulary(text)
             assert b"".join(vocabulary.tokens[token] for token in found).decode() == text, name
             assert not any(tokenizer.is_special(token) for token in found)
-    assert Vocabulary(tokenizers_of["byte level"])("the wheel") == tokenizers_of["byte level"].encode("the wheel")
+    assert TokenVocabulary(tokenizers_of["byte level"])("the wheel") == tokenizers_of["byte level"].encode("the wheel")
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_cannot_follow_grammars(tmp_path: Path) -> None:

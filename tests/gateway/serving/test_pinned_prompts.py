@@ -13,7 +13,7 @@ import pytest
 from headrace.config import ModelConfig, PinConfig
 from headrace.errors import RequestError
 from headrace.gateway.serving.fleet import Fleet
-from headrace.gateway.serving.pinned_prompts import Pin, PinnedPrompts
+from headrace.gateway.serving.pinned_prompts import PinnedPrompt, PinnedPrompts
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.llm.prompting import prefix_tokens
 from tests.support.running_server import FakeEngine, asynchronous, tokenizer, until
@@ -80,8 +80,8 @@ async def test_pins_of_the_admin_api_come_and_go_and_those_of_the_file_stay() ->
     prompts = PinnedPrompts(fleet_of(mini=engine), {"mini": ModelConfig(pins=(RED,))})
     await prompts.start()
     following = asyncio.create_task(prompts.run())
-    same = Pin("pin_1", "mini", msgspec.structs.replace(RED, name="twin"), "admin", 1)
-    more = Pin("pin_2", "mini", PUBLIC, "admin", 2)
+    same = PinnedPrompt("pin_1", "mini", msgspec.structs.replace(RED, name="twin"), "admin", 1)
+    more = PinnedPrompt("pin_2", "mini", PUBLIC, "admin", 2)
     prompts.want([same, more])
     await until(lambda: len(engine.pins) == 2 and all(state == "pinned" for *_, state in states(prompts)))
     assert len(states(prompts)) == 3

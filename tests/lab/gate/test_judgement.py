@@ -21,11 +21,11 @@ from headrace.lab.comparison.answer_comparison import compare_all
 from headrace.lab.gate.gate import differences
 from headrace.lab.gate.judgement import failing_of, judge, p_values_of, passes
 from headrace.lab.gate.metrics import METRICS, Judged, Value
-from headrace.lab.gate.thresholds import GateSection, Thresholds, default_limits, read_thresholds, thresholds_toml
+from headrace.lab.gate.thresholds import GateSection, GateThresholds, default_limits, read_thresholds, thresholds_toml
 
 TRIALS = 1000
 # Limits at which equal variants are exactly at the edge of what is allowed: the hardest case for a false alarm.
-AT_THE_EDGE = Thresholds(
+AT_THE_EDGE = GateThresholds(
     limits={
         name: {"drop": 0.0, "mean_drop": 0.0, "ratio": 1.0, "drift": 1.0}.get(kind)
         for name, kind in [(metric.name, metric.kind) for metric in METRICS]
@@ -87,7 +87,7 @@ def judged(
     ]
 
 
-def failing(found: Sequence[Judged], limits: Thresholds | None = None) -> set[str]:
+def failing(found: Sequence[Judged], limits: GateThresholds | None = None) -> set[str]:
     results = judge(found, limits or read_thresholds())
     assert passes(results, strict=False) == (not any(result.verdict == "fail" for result in results))
     return {result.name for result in results if result.verdict == "fail"}

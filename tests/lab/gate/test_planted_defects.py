@@ -17,11 +17,11 @@ from headrace.lab.comparison.answer_comparison import compare_all
 from headrace.lab.gate.judgement import judge, passes
 from headrace.lab.gate.likelihood import answer_likelihood
 from headrace.lab.gate.metrics import Judged
-from headrace.lab.gate.thresholds import Thresholds, default_limits
+from headrace.lab.gate.thresholds import GateThresholds, default_limits
 from tests.support.planted_defects import copied_model, with_noise
 
 # A shared machine's times say nothing of a variant.
-LIMITS = Thresholds(limits=default_limits() | {"ttft": None, "tpot": None})
+LIMITS = GateThresholds(limits=default_limits() | {"ttft": None, "tpot": None})
 QUESTIONS = (
     "What is 2 plus 3?",
     "What is 12 minus 5?",

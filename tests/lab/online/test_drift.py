@@ -12,7 +12,7 @@ import pytest
 from headrace.cli import main
 from headrace.config import DriftConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
-from headrace.lab.online.drift import MOST_GROUPS, TrafficProfile, compare_traffic, mix_drift, total_of
+from headrace.lab.online.drift import MOST_GROUPS, DailyTraffic, compare_traffic, mix_drift, total_of
 from headrace.lab.online.drift_watch import DAY_S, DriftWatch, TopicClusters
 from tests.support.caching_server import BOSS, RED, caching
 from tests.support.clock import Clock
@@ -56,7 +56,7 @@ def test_small_samples_of_the_same_traffic_have_not_drifted() -> None:
 
 def test_means_and_quality_change_beyond_their_error() -> None:
     random = Random(2)
-    spans = [TrafficProfile(), TrafficProfile()]
+    spans = [DailyTraffic(), DailyTraffic()]
     for place, span in enumerate(spans):
         for _ in range(400):
             span.note("prompt_tokens", random.gauss(100, 10))
@@ -69,7 +69,7 @@ def test_means_and_quality_change_beyond_their_error() -> None:
 
 
 def test_groups_are_bounded_and_days_add_up() -> None:
-    day = TrafficProfile()
+    day = DailyTraffic()
     for number in range(MOST_GROUPS + 10):
         day.count("language", str(number))
     assert len(day.mixes["language"]) == MOST_GROUPS + 1

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from headrace.pipelines.collections.blocks import Block, read_markdown
+from headrace.pipelines.collections.blocks import StructureBlock, read_markdown
 from headrace.pipelines.collections.chunking import Chunk, cut_into_chunks
 from headrace.pipelines.collections.duplicate_chunks import find_repeated, sketch_bands, text_digest
 
@@ -70,7 +70,7 @@ def test_a_long_title_leaves_room_for_the_text() -> None:
     st.integers(0, 30),
 )
 def test_no_word_is_lost_and_no_chunk_is_too_long(parts: list[tuple[str, str]], most: int, overlap: int) -> None:
-    blocks = [Block(kind, text, 1) for kind, text in parts if text.strip()]  # type: ignore[arg-type]
+    blocks = [StructureBlock(kind, text, 1) for kind, text in parts if text.strip()]  # type: ignore[arg-type]
     chunks = cut_into_chunks(blocks, count, title="", most=most, overlap=min(overlap, most // 2))
     assert all(chunk.text for chunk in chunks)
     assert all(count(chunk.text) <= most for chunk in chunks)

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.collections import pdf_reader
-from headrace.pipelines.collections.blocks import Block, ReadDocument, read_markdown, read_text
+from headrace.pipelines.collections.blocks import ReadDocument, StructureBlock, read_markdown, read_text
 from headrace.pipelines.collections.document_source import document_type, read_document
 from headrace.pipelines.collections.html_reader import read_html
 
@@ -20,21 +20,21 @@ def test_markdown_has_headings_code_and_paragraphs() -> None:
     )
     assert read.title == "One"
     assert read.blocks == [
-        Block("heading", "One", 1),
-        Block("text", "A link and\na line."),
-        Block("heading", "Two", 1),
-        Block("code", "# no heading\n\nx = 1"),
-        Block("heading", "Three", 3),
-        Block("text", "* item"),
+        StructureBlock("heading", "One", 1),
+        StructureBlock("text", "A link and\na line."),
+        StructureBlock("heading", "Two", 1),
+        StructureBlock("code", "# no heading\n\nx = 1"),
+        StructureBlock("heading", "Three", 3),
+        StructureBlock("text", "* item"),
     ]
 
 
 def test_a_fence_that_is_never_closed_is_code_to_the_end() -> None:
-    assert read_markdown("~~~\na\n```\nb").blocks == [Block("code", "a\n```\nb")]
+    assert read_markdown("~~~\na\n```\nb").blocks == [StructureBlock("code", "a\n```\nb")]
 
 
 def test_plain_text_is_cut_at_blank_lines() -> None:
-    assert read_text("a\r\nb\r\n \r\nc\n\n\n").blocks == [Block("text", "a\nb"), Block("text", "c")]
+    assert read_text("a\r\nb\r\n \r\nc\n\n\n").blocks == [StructureBlock("text", "a\nb"), StructureBlock("text", "c")]
 
 
 PAGE = """<html><head><title>A &amp; B</title><style>x{}</style><script>var a = "<p>no</p>";</script></head>
@@ -49,13 +49,13 @@ def test_html_keeps_what_is_read_and_drops_what_surrounds_it() -> None:
     assert read_html(PAGE) == ReadDocument(
         "A & B",
         [
-            Block("heading", "Top", 1),
-            Block("text", "One bold text.\nNext line"),
-            Block("text", "first"),
-            Block("text", "second"),
-            Block("text", "k | v"),
-            Block("text", "1 | 2"),
-            Block("code", "if x:\n    y()"),
+            StructureBlock("heading", "Top", 1),
+            StructureBlock("text", "One bold text.\nNext line"),
+            StructureBlock("text", "first"),
+            StructureBlock("text", "second"),
+            StructureBlock("text", "k | v"),
+            StructureBlock("text", "1 | 2"),
+            StructureBlock("code", "if x:\n    y()"),
         ],
     )
 
@@ -103,7 +103,7 @@ def test_the_type_comes_from_the_client_the_name_or_the_bytes(
 )
 def test_text_is_decoded(data: bytes, charset: str | None) -> None:
     read = asyncio.run(read_document(data, "text", charset=charset))
-    assert read.blocks == [Block("text", "Grüße")]
+    assert read.blocks == [StructureBlock("text", "Grüße")]
 
 
 def test_pdf_files_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_a_pdf_file_is_read_page_by_page() -> None:
     pytest.importorskip("pypdf")
     read = asyncio.run(read_document(made_pdf(["The ferry leaves at nine.", "Bread needs salt."]), "pdf"))
     assert read.blocks == [
-        Block("heading", "Page 1", 2),
-        Block("text", "The ferry leaves at nine."),
-        Block("heading", "Page 2", 2),
-        Block("text", "Bread needs salt."),
+        StructureBlock("heading", "Page 1", 2),
+        StructureBlock("text", "The ferry leaves at nine."),
+        StructureBlock("heading", "Page 2", 2),
+        StructureBlock("text", "Bread needs salt."),
     ]
     for damaged in (b"%PDF-1.4 nothing", made_pdf(["a"])[:150]):
         with pytest.raises(ApiError, match="cannot be read"):

@@ -25,7 +25,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None  # that the chat's template declares
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class DocumentTokens(msgspec.Struct, frozen=True):
     """A document's tokens."""
 
     prefix: list[int]  # tokens that the model expects before every text; they are in every window
@@ -90,7 +90,7 @@ def _check_exists(path: Path, parameter: str) -> None:
         raise RequestError(f"There is no file {path}.", parameter=parameter)
 
 
-def tokenise(document: Document, tokenizer: Tokenizer) -> Tokens:
+def tokenise(document: Document, tokenizer: Tokenizer) -> DocumentTokens:
     """Tokenise a document. Of a completion, or of an answer at the end of a chat, only that part is scored."""
     if document.messages is not None:
         return _tokenise_chat(document.messages, document.tools, tokenizer)
@@ -98,22 +98,22 @@ def tokenise(document: Document, tokenizer: Tokenizer) -> Tokens:
     before, _ = tokenizer.frame
     body = tokenizer.encode(text, add_special_tokens=False)
     if document.completion is None:
-        return Tokens(before, body)
+        return DocumentTokens(before, body)
     context = tokenizer.encode(document.prompt, add_special_tokens=False)
-    return Tokens(before, body, _common(context, body))
+    return DocumentTokens(before, body, _common(context, body))
 
 
 def _tokenise_chat(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, tokenizer: Tokenizer
-) -> Tokens:
+) -> DocumentTokens:
     def encoded(some: Sequence[dict[str, Any]], *, asks: bool) -> list[int]:
         text = tokenizer.apply_template(some, tools=tools, add_generation_prompt=asks)
         return tokenizer.encode(text, add_special_tokens=False)
 
     body = encoded(messages, asks=False)
     if messages[-1].get("role") != "assistant" or len(messages) == 1:
-        return Tokens([], body)
-    return Tokens([], body, _common(encoded(messages[:-1], asks=True), body))
+        return DocumentTokens([], body)
+    return DocumentTokens([], body, _common(encoded(messages[:-1], asks=True), body))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -124,7 +124,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-def cut(documents: Iterable[Tokens], *, window: int, stride: int, most: int | None = None) -> list[Window]:
+def cut(documents: Iterable[DocumentTokens], *, window: int, stride: int, most: int | None = None) -> list[Window]:
     """Cut documents into windows of at most `window` tokens that begin `stride` tokens apart.
 
     Every token is scored once, in the first window that holds it, so each window but a document's first scores its
@@ -145,7 +145,7 @@ def cut(documents: Iterable[Tokens], *, window: int, stride: int, most: int | No
     return windows
 
 
-def _windows(text: Tokens, window: int, stride: int) -> Iterator[tuple[list[int], int]]:
+def _windows(text: DocumentTokens, window: int, stride: int) -> Iterator[tuple[list[int], int]]:
     room = window - len(text.prefix)
     stride = min(stride, room if text.prefix else room - 1)  # the first token that a window scores has one before it
     done = 0 if text.prefix else 1  # tokens scored, or that nothing can predict

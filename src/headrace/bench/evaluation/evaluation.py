@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.bench.evaluation.documents import Document, Tokens, Window, cut, tokenise
+from headrace.bench.evaluation.documents import Document, DocumentTokens, Window, cut, tokenise
 from headrace.bench.evaluation.evaluation_report import EvaluatedVariant, EvaluationReport, distance, mean
 from headrace.bench.evaluation.token_scores import DECODED, Doubles, Speed, TokenScores, measure_speed, score
 from headrace.bench.machine import cpu_name
@@ -42,7 +42,7 @@ Watch = Callable[[EvaluationProgress], None]
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    documents: list[Tokens]
+    documents: list[DocumentTokens]
     windows: list[Window]
     window: int
     stride: int
@@ -157,7 +157,7 @@ def _sizes(folders: Sequence[ModelFolder], options: EvaluationOptions) -> tuple[
 
 
 def _check_same_tokenizer(
-    one: ModelFolder, other: ModelFolder, documents: Sequence[Document], tokens: Sequence[Tokens]
+    one: ModelFolder, other: ModelFolder, documents: Sequence[Document], tokens: Sequence[DocumentTokens]
 ) -> None:
     why = one.tokenizer.difference(other.tokenizer)
     if why is None and any(
@@ -174,7 +174,7 @@ def _check_same_tokenizer(
         )
 
 
-def _check_vocabulary(folders: Sequence[ModelFolder], tokens: Sequence[Tokens]) -> None:
+def _check_vocabulary(folders: Sequence[ModelFolder], tokens: Sequence[DocumentTokens]) -> None:
     largest = max((max((*text.prefix, *text.body), default=0) for text in tokens), default=0)
     for folder in folders:
         if largest >= folder.spec.vocab_size:

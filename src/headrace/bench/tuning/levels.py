@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from headrace.bench.traffic_profile import TrafficProfile
-from headrace.bench.tuning.search import Choice, Level, Setting
+from headrace.bench.tuning.search import Level, LevelChoice, Setting
 from headrace.models.spec import ModelSpec
 
 NO_PROMPTS: Final = "it changes the model, and nothing says what it may cost: pass --prompts with your own prompts"
@@ -71,25 +71,25 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
             name="batching",
             what="requests join the batch at every step instead of one at a time",
             choices=(
-                Choice("continuous, 8", {"batching": "continuous", "max_sequences": 8}),
-                Choice("continuous, 64", {"batching": "continuous", "max_sequences": 64}),
+                LevelChoice("continuous, 8", {"batching": "continuous", "max_sequences": 8}),
+                LevelChoice("continuous, 64", {"batching": "continuous", "max_sequences": 64}),
             ),
         ),
         Level(
             name="prefix cache",
             what="prompts that start alike share their KV",
-            choices=(Choice("on", {"prefix_cache": True}),),
+            choices=(LevelChoice("on", {"prefix_cache": True}),),
             skip="" if inputs.traffic.reused > 0.005 else "no prompt of the traffic starts as another one did",
         ),
         Level(
             name="threads",
             what="threads that compute a step",
-            choices=tuple(Choice(str(count), {"threads": count}) for count in counts),
+            choices=tuple(LevelChoice(str(count), {"threads": count}) for count in counts),
         ),
         Level(
             name="step rows",
             what="tokens of one step: larger steps compute prompts faster, smaller ones keep streams even",
-            choices=tuple(Choice(str(rows), {"max_rows": rows}) for rows in (128, 256, 512, 1024)),
+            choices=tuple(LevelChoice(str(rows), {"max_rows": rows}) for rows in (128, 256, 512, 1024)),
         ),
         Level(name="speculation", what="draft tokens, verified in the same step", choices=_drafts(inputs)),
         Level(
@@ -105,21 +105,21 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
         Level(
             name="16 bits",
             what="16-bit weights and KV in place of 32 bits",
-            choices=(Choice("bf16", {"weights": "bf16", "kv": "bf16"}),),
+            choices=(LevelChoice("bf16", {"weights": "bf16", "kv": "bf16"}),),
             lossy=True,
             skip="the files are quantised" if inputs.stored else no_gate,
         ),
         Level(
             name="KV precision",
             what="KV cache of 8 or 4 bits",
-            choices=(Choice("int8", {"kv": "int8"}), Choice("int4", {"kv": "int4"})),
+            choices=(LevelChoice("int8", {"kv": "int8"}), LevelChoice("int4", {"kv": "int4"})),
             lossy=True,
             skip=no_gate,
         ),
         Level(
             name="weights",
             what="8-bit weights",
-            choices=(Choice("int8", {"weights": "int8"}),),
+            choices=(LevelChoice("int8", {"weights": "int8"}),),
             lossy=True,
             skip="the files are quantised" if inputs.stored else no_gate,
         ),
@@ -127,8 +127,8 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
             name="mixed weights",
             what="4-bit weights, with 8 bits where errors count most",
             choices=(
-                Choice("int4, down and o at int8", {"weights": "int4", "keep": _KEPT}),
-                Choice("int4, down at int8", {"weights": "int4", "keep": _KEPT[:1]}),
+                LevelChoice("int4, down and o at int8", {"weights": "int4", "keep": _KEPT}),
+                LevelChoice("int4, down at int8", {"weights": "int4", "keep": _KEPT[:1]}),
             ),
             lossy=True,
             skip="the files are quantised" if inputs.stored else no_gate,
@@ -136,14 +136,14 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
         Level(
             name="4-bit weights",
             what="4-bit weights; headrace compress calibrates them on your text",
-            choices=(Choice("int4", {"weights": "int4", "keep": []}),),
+            choices=(LevelChoice("int4", {"weights": "int4", "keep": []}),),
             lossy=True,
             skip="the files are quantised" if inputs.stored else no_gate,
         ),
         Level(
             name="smaller model",
             what="another model in place of this one",
-            choices=() if inputs.smaller is None else (Choice(inputs.smaller, {"model": inputs.smaller}),),
+            choices=() if inputs.smaller is None else (LevelChoice(inputs.smaller, {"model": inputs.smaller}),),
             lossy=True,
             skip=no_gate if inputs.smaller is not None else "no smaller model is named: pass --smaller",
         ),
@@ -154,24 +154,24 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
 _KEPT: Final = ["layers.*.mlp.down=int8", "layers.*.attn.o=int8"]
 
 
-def _drafts(inputs: TuningInputs) -> tuple[Choice, ...]:
+def _drafts(inputs: TuningInputs) -> tuple[LevelChoice, ...]:
     choices = [
-        Choice("none", {"speculation": "none", "draft_model": None}),
+        LevelChoice("none", {"speculation": "none", "draft_model": None}),
         *(
-            Choice(f"ngram, {most}", {"speculation": "ngram", "draft_model": None, "most_drafts": most})
+            LevelChoice(f"ngram, {most}", {"speculation": "ngram", "draft_model": None, "most_drafts": most})
             for most in (4, 8)
         ),
     ]
     if inputs.draft is not None:
         choices += [
-            Choice(
+            LevelChoice(
                 f"{inputs.draft}, {most}", {"speculation": "model", "draft_model": inputs.draft, "most_drafts": most}
             )
             for most in (2, 4)
         ]
     if inputs.has_module:
         choices += [
-            Choice(f"mtp, {most}", {"speculation": "mtp", "draft_model": None, "most_drafts": most})
+            LevelChoice(f"mtp, {most}", {"speculation": "mtp", "draft_model": None, "most_drafts": most})
             for most in (1, 2, 4)
         ]
     return tuple(choices)
@@ -185,7 +185,7 @@ def _context_level(inputs: TuningInputs) -> Level:
     return Level(
         name="context",
         what=f"the context that 95 % of the traffic needs in place of {current:,}{beyond}",
-        choices=(Choice(f"{context:,}", {"context": context, "kv_tokens": tokens}),),
+        choices=(LevelChoice(f"{context:,}", {"context": context, "kv_tokens": tokens}),),
         aim="memory",
         skip="" if context < current else f"the traffic needs {context:,} tokens",
     )

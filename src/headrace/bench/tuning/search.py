@@ -22,7 +22,7 @@ _SLOWER: Final = 0.97  # of the speed that a level for memory may cost
 _WIDE: Final = 2.0  # high / low of an interval that proves no gain yet: a burst of other work may have made it
 
 
-class Choice(msgspec.Struct, frozen=True):
+class LevelChoice(msgspec.Struct, frozen=True):
     label: str
     options: dict[str, Any]
 
@@ -32,7 +32,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     what: str  # what it changes, for readers
-    choices: tuple[Choice, ...]
+    choices: tuple[LevelChoice, ...]
     lossy: bool = False
     aim: Literal["speed", "memory"] = "speed"
     skip: str = ""  # why it is not tried at all
@@ -122,7 +122,7 @@ class Noise(msgspec.Struct):
         return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class SettingComparison(msgspec.Struct, frozen=True):
     gain: float
     low: float
     high: float
@@ -247,7 +247,7 @@ def compare_settings(
     rules: Rules,
     numbers: Iterator[int],
     noise: Noise,
-) -> Comparison:
+) -> SettingComparison:
     """Measure pairs until the interval decides, or the most pairs are measured."""
     ratios: list[float] = []
     befores: list[Sample] = []
@@ -271,7 +271,7 @@ def compare_settings(
         if level.aim == "memory" and len(ratios) >= rules.least_pairs and low > wanted:
             break
     noise.add(ratios)
-    return Comparison(gain, low, high, _medians(befores), _medians(afters))
+    return SettingComparison(gain, low, high, _medians(befores), _medians(afters))
 
 
 def calibrate(setting: Setting, machine: TuningMachine, numbers: Iterator[int]) -> Noise:
@@ -287,7 +287,7 @@ def calibrate(setting: Setting, machine: TuningMachine, numbers: Iterator[int]) 
 
 
 def _verdict(
-    level: Level, current: Setting, setting: Setting, compared: Comparison, machine: TuningMachine, rules: Rules
+    level: Level, current: Setting, setting: Setting, compared: SettingComparison, machine: TuningMachine, rules: Rules
 ) -> tuple[str, Gate | None]:
     """Return why the level is rolled back, empty if it is kept, and the gate's result."""
     interval = f"{compared.low:.2f} to {compared.high:.2f} times"
@@ -308,7 +308,7 @@ def _verdict(
 
 def _praise(
     level: Level,
-    compared: Comparison,
+    compared: SettingComparison,
     gate: Gate | None,
     machine: TuningMachine,
     current: Setting,

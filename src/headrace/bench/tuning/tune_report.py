@@ -16,7 +16,7 @@ from headrace.bench.report.report_tables import table
 from headrace.bench.results.formatting import milliseconds, number, share
 from headrace.bench.traffic_profile import TrafficProfile
 from headrace.bench.tuning.bottleneck import Bottleneck
-from headrace.bench.tuning.search import Comparison, LevelResult, Setting
+from headrace.bench.tuning.search import LevelResult, Setting, SettingComparison
 from headrace.observe.web import web_text
 
 _NOT_CONFIGURED: Final = frozenset({"batching", "model"})
@@ -37,7 +37,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     start: Setting
     final: Setting
     results: list[LevelResult]
-    overall: Comparison | None  # the final setting against the first; None: they are the same
+    overall: SettingComparison | None  # the final setting against the first; None: they are the same
     before: Bottleneck | None
     after: Bottleneck | None
     measurements: int

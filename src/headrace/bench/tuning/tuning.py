@@ -19,13 +19,13 @@ from headrace.bench.tuning.levels import TuningInputs, default_setting, naive_se
 from headrace.bench.tuning.quality_gate import AnswersGate, GateRules
 from headrace.bench.tuning.remembered_machine import RememberedMachine, read_state, setting_key
 from headrace.bench.tuning.search import (
-    Comparison,
     Level,
     LevelResult,
     Noise,
     Rules,
     Sample,
     Setting,
+    SettingComparison,
     compare_settings,
     walk_levels,
 )
@@ -33,7 +33,7 @@ from headrace.bench.tuning.tune_report import TuneReport, state_digest
 from headrace.bench.tuning.tuning_traffic import TuningTraffic, tuning_traffic
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
-from headrace.models.model_folder import find_model, open_model
+from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_plan
 from headrace.models.prediction_module import has_prediction_module
 from headrace.models.step_work import decode_bytes
@@ -88,20 +88,8 @@ def tune(
         scale=options.scale,
         seed=options.seed,
     )
-    prompts: list[Document] = []
-    if options.prompts is not None:
-        prompts = read_documents(options.prompts)
-    inputs = TuningInputs(
-        spec=folder.spec,
-        traffic=traffic.profile,
-        cores=usable_cores(),
-        stored=any(folder.weights.layout(part.name) is not None for part in folder.sources["layers.0.attn.o"]),
-        gate=bool(prompts),
-        users=traffic.at_once,
-        draft=options.draft,
-        has_module=has_prediction_module(folder),
-        smaller=options.smaller,
-    )
+    prompts = [] if options.prompts is None else read_documents(options.prompts)
+    inputs = _tuning_inputs(folder, traffic, options, prompts)
     start = naive_setting(inputs) if options.origin == "naive" else default_setting(inputs)
     levels = _chosen(tuning_levels(inputs), options.levels)
     chats = prompts if options.prompts is not None and options.prompts.suffix == ".jsonl" else []
@@ -119,20 +107,7 @@ def tune(
         price=options.price,
         seed=options.seed,
     )
-    digest = state_digest(
-        model=str(folder.path),
-        traffic=traffic.name,
-        profile=msgspec.to_builtins(traffic.profile),
-        users=traffic.users,
-        requests=options.requests,
-        objectives=options.objectives,
-        prompts=options.prompts,
-        start=start,
-        levels=msgspec.to_builtins(levels),
-        gate=msgspec.to_builtins(options.gate),
-        answers=answers_gate is not None,
-        seed=options.seed,
-    )
+    digest = _digest(folder, traffic, options, start, levels, answers=answers_gate is not None)
     state = read_state(options.state, digest)
 
     report_progress("the first setting")
@@ -140,11 +115,7 @@ def tune(
     first = RememberedMachine(machine, state, options.state).measure(start, _FIRST_NUMBER)
     each += clock()
     if each * _FEW_MEASUREMENTS > 60.0 * options.minutes:
-        advise(
-            f"One measurement takes {each:.1f} s, and a level needs 6 to 20 of them: about "
-            f"{60.0 * options.minutes / each:.0f} fit into {options.minutes:g} minutes. Raise --minutes, or measure "
-            "fewer (--requests) or shorter (--scale) requests. With --state, you can go on later."
-        )
+        advise(_too_slow(each, options.minutes))
     before = _bottleneck(machine, start, traffic, first) if options.bottleneck else None
     walk_began = clock()  # --minutes bounds the levels: however slow a start is, a walk that is run again gets further
     walked = RememberedMachine(
@@ -153,17 +124,14 @@ def tune(
     report_progress("levels")
     results = walk_levels(start, levels, walked, options.rules, on_result=on_result)
     final = results[-1].setting if results else start
-    overall: Comparison | None = None
+    overall: SettingComparison | None = None
     after = before
     if final != start:
         report_progress("the last setting against the first")
         whole = RememberedMachine(machine, state, options.state, purpose=f"overall {setting_key(final)} ")
-        numbers = itertools.count(_FIRST_NUMBER)
-        rules = msgspec.structs.replace(options.rules, most_pairs=max(3, options.rules.least_pairs))
-        overall = compare_settings(_OVERALL, start, final, whole, rules, numbers, Noise())
+        overall = _compare_whole(start, final, whole, options.rules)
         if options.bottleneck:
-            last = whole.measure(final, _FIRST_NUMBER)
-            after = _bottleneck(machine, final, traffic, last)
+            after = _bottleneck(machine, final, traffic, whole.measure(final, _FIRST_NUMBER))
     return TuneReport(
         model=model,
         cpu=machine.cpu,
@@ -182,6 +150,61 @@ def tune(
         measurements=machine.measurements,
         seconds=clock() - began,
     )
+
+
+def _tuning_inputs(
+    folder: ModelFolder, traffic: TuningTraffic, options: TuneOptions, prompts: Sequence[Document]
+) -> TuningInputs:
+    return TuningInputs(
+        spec=folder.spec,
+        traffic=traffic.profile,
+        cores=usable_cores(),
+        stored=any(folder.weights.layout(part.name) is not None for part in folder.sources["layers.0.attn.o"]),
+        gate=bool(prompts),
+        users=traffic.at_once,
+        draft=options.draft,
+        has_module=has_prediction_module(folder),
+        smaller=options.smaller,
+    )
+
+
+def _digest(
+    folder: ModelFolder,
+    traffic: TuningTraffic,
+    options: TuneOptions,
+    start: Setting,
+    levels: Sequence[Level],
+    *,
+    answers: bool,
+) -> str:
+    """Identify what a state file may continue."""
+    return state_digest(
+        model=str(folder.path),
+        traffic=traffic.name,
+        profile=msgspec.to_builtins(traffic.profile),
+        users=traffic.users,
+        requests=options.requests,
+        objectives=options.objectives,
+        prompts=options.prompts,
+        start=start,
+        levels=msgspec.to_builtins(levels),
+        gate=msgspec.to_builtins(options.gate),
+        answers=answers,
+        seed=options.seed,
+    )
+
+
+def _too_slow(seconds: float, minutes: float) -> str:
+    return (
+        f"One measurement takes {seconds:.1f} s, and a level needs 6 to 20 of them: about "
+        f"{60.0 * minutes / seconds:.0f} fit into {minutes:g} minutes. Raise --minutes, or measure fewer (--requests) "
+        "or shorter (--scale) requests. With --state, you can go on later."
+    )
+
+
+def _compare_whole(start: Setting, final: Setting, machine: RememberedMachine, rules: Rules) -> SettingComparison:
+    rules = msgspec.structs.replace(rules, most_pairs=max(3, rules.least_pairs))
+    return compare_settings(_OVERALL, start, final, machine, rules, itertools.count(_FIRST_NUMBER), Noise())
 
 
 def _chosen(levels: list[Level], names: Sequence[str]) -> list[Level]:

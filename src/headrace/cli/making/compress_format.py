@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from headrace.cli.making.compress_target import Target
+from headrace.cli.making.compress_target import CompressTarget
 from headrace.compress.block_grids import BLOCK_TYPES
 from headrace.compress.compressed_folder import FORMATS, SPARSE
 from headrace.compress.pruning import PRUNERS, parse_sparsity
@@ -76,7 +76,7 @@ def _check_fp8(recipe: Recipe) -> None:
         raise RequestError("FP8 has 8 bits, and --keep PATTERN=16 keeps what it names as it is.", parameter="keep")
 
 
-def gguf_recipe(recipe: Recipe, block_type: str | None, target: Target | None) -> Recipe:
+def gguf_recipe(recipe: Recipe, block_type: str | None, target: CompressTarget | None) -> Recipe:
     """Return a recipe whose products get block types of GGUF."""
     if recipe.scaling == "smoothquant" or recipe.kind != "integer":
         raise RequestError(

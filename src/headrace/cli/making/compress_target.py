@@ -25,7 +25,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
-class Target(msgspec.Struct, frozen=True):
+class CompressTarget(msgspec.Struct, frozen=True):
     """One of these is set."""
 
     bits: float | None = None  # mean bits per weight in the layers' products, with scales
@@ -33,27 +33,27 @@ class Target(msgspec.Struct, frozen=True):
     kl: float | None = None
 
 
-def parse_target(bits: float | None, size: str | None, kl: float | None) -> Target | None:
+def parse_target(bits: float | None, size: str | None, kl: float | None) -> CompressTarget | None:
     """Return the target of a mixed plan; None if all products get the same bits."""
     if sum(each is not None for each in (bits, size, kl)) > 1:
         raise RequestError("Pass one of --bits, --target-size and --max-kl.", parameter="bits")
     if kl is not None:
         if not kl > 0:
             raise RequestError(f"'max_kl' must be greater than 0, not {kl:g}.", parameter="max_kl")
-        return Target(kl=kl)
+        return CompressTarget(kl=kl)
     if size is not None:
         found = _SIZE.fullmatch(size.strip())
         if found is None:
             raise RequestError(f"Unknown size '{size}'. Write it like 80MB or 4GB.", parameter="target_size")
-        return Target(size=float(found[1]) * _UNITS[found[2].upper()])
-    return None if bits is None or bits == int(bits) else Target(bits=bits)
+        return CompressTarget(size=float(found[1]) * _UNITS[found[2].upper()])
+    return None if bits is None or bits == int(bits) else CompressTarget(bits=bits)
 
 
 def planned(
     folder: ModelFolder,
     sequences: Sequence[Sequence[int]],
     recipe: Recipe,
-    target: Target,
+    target: CompressTarget,
     watch: Callable[[int, int], None],
 ) -> Recipe:
     """Measure the products, print the plan that meets the target, and return the recipe with its bits."""
@@ -70,7 +70,7 @@ def _fixed(recipe: Recipe) -> dict[str, int]:
     return {name: bits for name, bits in recipe.bits.items() if bits != usual}
 
 
-def _most_bits(folder: ModelFolder, recipe: Recipe, target: Target) -> float | None:
+def _most_bits(folder: ModelFolder, recipe: Recipe, target: CompressTarget) -> float | None:
     if target.size is None:
         return target.bits
     fixed = _fixed(recipe)

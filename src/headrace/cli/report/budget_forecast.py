@@ -10,7 +10,7 @@ import msgspec
 _LEAST_S: Final = 3600.0  # of a period, before its pace says anything
 
 
-class Forecast(msgspec.Struct):
+class BudgetForecast(msgspec.Struct):
     tenant: str
     endpoint: str
     period: str  # 2026-01-31 or 2026-01
@@ -20,7 +20,7 @@ class Forecast(msgspec.Struct):
     runs_out_at: float | None  # in seconds since 1970; None: not in this period
 
 
-def forecast(budget: dict[str, Any], now: float) -> Forecast:
+def forecast(budget: dict[str, Any], now: float) -> BudgetForecast:
     """Read one line of the admin API's list of budgets."""
     limit, spent, renews_at = budget["limit_micros"], budget["spent_micros"], budget["renews_at"]
     elapsed = now - _began(budget["period"], renews_at)
@@ -30,7 +30,7 @@ def forecast(budget: dict[str, Any], now: float) -> Forecast:
     elif spent and elapsed >= _LEAST_S:
         at = now + (limit - spent) * elapsed / spent
         runs_out = at if at < renews_at else None
-    return Forecast(budget["tenant"], budget["endpoint"], budget["period"], limit, spent, renews_at, runs_out)
+    return BudgetForecast(budget["tenant"], budget["endpoint"], budget["period"], limit, spent, renews_at, runs_out)
 
 
 def _began(period: str, renews_at: int) -> float:

@@ -14,7 +14,7 @@ from headrace.bench.report.page import report_page, section, tile_list
 from headrace.bench.report.plot import Axis, Plot, axis
 from headrace.bench.report.report_tables import figure, table
 from headrace.bench.results.formatting import clean, milliseconds, number, three
-from headrace.cli.report.budget_forecast import Forecast
+from headrace.cli.report.budget_forecast import BudgetForecast
 from headrace.cli.report.changes import CONFIDENCE, Change
 from headrace.cli.report.lab_sections import drift_section, semantic_section
 from headrace.cli.report.length_section import length_section
@@ -40,7 +40,7 @@ class Report(msgspec.Struct):
     after: Span
     changes: Sequence[Change]
     targets: Mapping[tuple[str, str], float]  # of the objectives that are declared now
-    budgets: Sequence[Forecast]
+    budgets: Sequence[BudgetForecast]
     outcomes: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]  # rows of before and after
     drift: Mapping[str, Any] | None = None
     semantic: Mapping[str, Any] | None = None

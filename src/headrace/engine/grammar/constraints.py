@@ -28,7 +28,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from headrace.engine.grammar.compilation import Compilation, CompilationJob, Compiled
 from headrace.engine.grammar.grammar_state import CompiledGrammar, GrammarError, GrammarState, Mask, failure_reason
-from headrace.engine.grammar.token_vocabulary import Vocabulary
+from headrace.engine.grammar.token_vocabulary import TokenVocabulary
 from headrace.engine.grammar.triggered_state import TriggeredGrammar
 from headrace.engine.interface.grammar_spec import Grammar, GrammarLimits, grammar_source, schema_rule_source
 from headrace.errors import ModelError, RequestError
@@ -57,7 +57,7 @@ class GrammarCompiler:
         self.tokenizer = tokenizer
         self._words = -(-tokenizer.vocab_size // 32)
         self._lock = threading.Lock()
-        self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
+        self._vocabulary: tuple[TokenVocabulary, LLTokenizer] | None = None
         self._known: OrderedDict[tuple[str, Grammar], CompilationJob] = OrderedDict()
         self._known_bytes = 0
         self._unfinished: list[CompilationJob] = []
@@ -135,20 +135,20 @@ class GrammarCompiler:
             verbose_errors=False,
         )
 
-    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
+    def _read_vocabulary(self) -> tuple[TokenVocabulary, LLTokenizer]:
         with self._lock:
             if self._vocabulary is None:
                 try:
                     self.tokenizer.load_encoder()  # a worker's first grammar may find that the model's folder is gone
                 except ModelError as error:
                     raise RequestError(f"Grammars are not available: {error}", parameter="grammar") from None
-                vocabulary = Vocabulary(self.tokenizer)
+                vocabulary = TokenVocabulary(self.tokenizer)
                 self._vocabulary = vocabulary, vocabulary.for_llguidance()
             return self._vocabulary
 
     def _compile(self, grammar: Grammar) -> Compiled:
         compiled: CompiledGrammar | None = None
-        vocabulary: Vocabulary | None = None
+        vocabulary: TokenVocabulary | None = None
         try:
             vocabulary, _ = self._read_vocabulary()
             source = self._usable_source(grammar)

@@ -17,7 +17,7 @@ _BEFORE: Final = "\n"
 _MOST_CHARACTERS: Final = 256
 
 
-class Vocabulary:
+class TokenVocabulary:
     """The interface that llguidance expects of a tokenizer; it defines the public names."""
 
     is_tokenizer_wrapper = True

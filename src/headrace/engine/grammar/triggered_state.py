@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.engine.grammar.grammar_state import CompiledGrammar, GrammarError, GrammarState, Mask, MaskRun
-from headrace.engine.grammar.token_vocabulary import Vocabulary
+from headrace.engine.grammar.token_vocabulary import TokenVocabulary
 from headrace.engine.grammar.trigger_scanner import ScanPosition, TriggerScanner
 from headrace.engine.interface.grammar_spec import GrammarTrigger
 
@@ -23,7 +23,7 @@ class TriggeredGrammar:
         self,
         grammar: CompiledGrammar | None,
         trigger: GrammarTrigger,
-        vocabulary: Vocabulary | None,
+        vocabulary: TokenVocabulary | None,
         *,
         mask_words: int,
         best_effort: bool,
@@ -61,7 +61,7 @@ class TriggeredGrammar:
         return position, tokens if self._fits(self.grammar, tokens) else []
 
     def _mask(
-        self, grammar: CompiledGrammar, vocabulary: Vocabulary, position: ScanPosition, words: int
+        self, grammar: CompiledGrammar, vocabulary: TokenVocabulary, position: ScanPosition, words: int
     ) -> Mask | None:
         """Return a mask without the tokens that complete a marker in a way that the grammar does not allow."""
         wrong: list[int] = []
@@ -77,7 +77,7 @@ class TriggeredGrammar:
         return mask
 
     @staticmethod
-    def _tokens(vocabulary: Vocabulary, token: int, begun: bytes) -> list[int]:
+    def _tokens(vocabulary: TokenVocabulary, token: int, begun: bytes) -> list[int]:
         if vocabulary.is_special(token) and begun == vocabulary.tokens[token]:
             return [token]
         return vocabulary.spell(begun)

@@ -66,7 +66,7 @@ class SchedulerStats(msgspec.Struct):
     step_error: float = 0.0  # recent mean of |log(measured / predicted)| of step times
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class SpareCapacity(msgspec.Struct, frozen=True):
     """What the scheduler could take on now, as predicted."""
 
     ttft: dict[str, float]  # seconds to the first token of a new prompt of TYPICAL_PROMPT tokens, by surface
@@ -164,7 +164,7 @@ class Scheduler:
         counts.gather = self.window.stats
         return counts
 
-    def capacity(self, now: float) -> Capacity:
+    def capacity(self, now: float) -> SpareCapacity:
         """Predict what a new request would meet, of a tenant without others."""
         forecast, account = self._forecast, TenantAccount("")
         ttft: dict[str, float] = {}
@@ -182,7 +182,7 @@ class Scheduler:
             most //= 2
         full = most / self.model.predict(most, most * context)
         used = streams / self.model.predict(streams, streams * context) if streams else 0.0
-        return Capacity(ttft, 1.0 / forecast.row_seconds(), max(0.0, full - used))
+        return SpareCapacity(ttft, 1.0 / forecast.row_seconds(), max(0.0, full - used))
 
     def gather(self, now: float) -> float:
         """Return the seconds that the next step should wait for more requests to share it; 0: plan it now.

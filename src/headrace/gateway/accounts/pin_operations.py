@@ -18,7 +18,7 @@ from headrace.gateway.accounts.admin_operations import Actor, no_tenant_error
 from headrace.gateway.accounts.audit_log import AuditEntry
 from headrace.gateway.accounts.directory import AccountDirectory
 from headrace.gateway.api_errors import ApiError, invalid_request
-from headrace.gateway.serving.pinned_prompts import Pin, PinnedPrompts
+from headrace.gateway.serving.pinned_prompts import PinnedPrompt, PinnedPrompts
 
 _TEXT_BYTES: Final = 256 * 1024  # of a pin's text, which is a record that every gateway reads
 
@@ -117,5 +117,5 @@ class PinOperations:
         return tenant is None or tenant in self._directory.tenants()
 
 
-def _pin(id: str, record: PinRecord) -> Pin:
-    return Pin(id, record.model, record.pin, "admin", record.created)
+def _pin(id: str, record: PinRecord) -> PinnedPrompt:
+    return PinnedPrompt(id, record.model, record.pin, "admin", record.created)

@@ -39,7 +39,7 @@ class PrefixKeeper(Protocol):
     ) -> None: ...
 
 
-class Pin(msgspec.Struct, frozen=True):
+class PinnedPrompt(msgspec.Struct, frozen=True):
     id: str
     model: str  # a model, whose variants are included, or a variant
     config: PinConfig
@@ -67,13 +67,13 @@ class PinnedPrompts:
         self._declared = {
             pin.id: pin
             for name, model in models.items()
-            for pin in (Pin(_declared_id(name, each.name), name, each, "config") for each in model.pins)
+            for pin in (PinnedPrompt(_declared_id(name, each.name), name, each, "config") for each in model.pins)
         }
         self._wanted = dict(self._declared)
         self._states: dict[str, dict[str, PinState]] = {}  # by pin and variant
         self._changed = asyncio.Event()
 
-    def want(self, pins: Iterable[Pin]) -> None:
+    def want(self, pins: Iterable[PinnedPrompt]) -> None:
         """Replace the pins of the admin API; those of the configuration stay."""
         self._wanted = self._declared | {pin.id: pin for pin in pins}
         self._changed.set()
@@ -82,10 +82,10 @@ class PinnedPrompts:
         """Return all pins with their state in each variant, as JSON. Texts are left out."""
         return [self.shown(pin) for pin in self._wanted.values()]
 
-    def find(self, id: str) -> Pin | None:
+    def find(self, id: str) -> PinnedPrompt | None:
         return self._wanted.get(id)
 
-    def shown(self, pin: Pin) -> dict[str, Any]:
+    def shown(self, pin: PinnedPrompt) -> dict[str, Any]:
         states = self._states.get(pin.id, {})
         return {
             "object": "pin",
@@ -123,7 +123,7 @@ class PinnedPrompts:
             self._changed.clear()
             await self._reconcile()
 
-    def _variants(self, pin: Pin) -> list[str]:
+    def _variants(self, pin: PinnedPrompt) -> list[str]:
         """Return the variants on our own engines that a pin applies to."""
         served = self._fleet.served
         names = [name for name in served if name == pin.model or name.startswith(f"{pin.model}@")]
@@ -140,7 +140,7 @@ class PinnedPrompts:
                 if state.status != "pinned" and pin.id in self._wanted:
                     await self._pin(pin, self._fleet.served[variant], state)
 
-    async def _pin(self, pin: Pin, served: ServedVariant, state: PinState) -> None:
+    async def _pin(self, pin: PinnedPrompt, served: ServedVariant, state: PinState) -> None:
         salt = pin.config.tenant or ""
         try:
             tokens = await asyncio.to_thread(_tokens, pin.config, served)

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.gateway.language_detection import language_of
 from headrace.lab.comparison.answer import Answer, AnswerContext
-from headrace.lab.comparison.citations import CitationCheck, check_citations
+from headrace.lab.comparison.citations import CheckedCitations, check_citations
 from headrace.lab.comparison.factual_consistency import FactCheck, check_facts
 from headrace.lab.comparison.json_diff import JsonDiff, diff_json, parse_json
 from headrace.lab.comparison.refusals import is_refusal
@@ -25,8 +25,8 @@ class AnswerComparison(msgspec.Struct, frozen=True, kw_only=True):
     similarity_by: str  # the measure's name
     json: JsonDiff | None = None
     tools: ToolDiff | None = None
-    candidate_citations: CitationCheck | None = None
-    baseline_citations: CitationCheck | None = None
+    candidate_citations: CheckedCitations | None = None
+    baseline_citations: CheckedCitations | None = None
     candidate_facts: FactCheck | None = None  # None without sources
     baseline_facts: FactCheck | None = None
     candidate_refuses: bool = False

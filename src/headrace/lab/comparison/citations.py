@@ -15,7 +15,7 @@ _BRACKET: Final = re.compile(r"\[([^\[\]\n]{1,200})\](?!\()")
 _NUMBER: Final = re.compile(r"\d{1,4}")
 
 
-class CitationCheck(msgspec.Struct, frozen=True):
+class CheckedCitations(msgspec.Struct, frozen=True):
     cited: tuple[str, ...]  # ids of sources, in order, each once
     unknown: tuple[str, ...]  # cited, but no source
 
@@ -24,7 +24,7 @@ class CitationCheck(msgspec.Struct, frozen=True):
         return not self.unknown
 
 
-def check_citations(answer: str, sources: Sequence[SourceText]) -> CitationCheck | None:
+def check_citations(answer: str, sources: Sequence[SourceText]) -> CheckedCitations | None:
     """Return None if the request has no sources. A number n stands for the n-th source; other marks for an id."""
     if not sources:
         return None
@@ -43,7 +43,7 @@ def check_citations(answer: str, sources: Sequence[SourceText]) -> CitationCheck
                     unknown[mark] = None
             elif looks_like_id.fullmatch(mark):
                 unknown[mark] = None
-    return CitationCheck(tuple(cited), tuple(unknown))
+    return CheckedCitations(tuple(cited), tuple(unknown))
 
 
 def _pattern_of(ids: Sequence[str]) -> re.Pattern[str]:

@@ -22,7 +22,7 @@ from headrace.lab.gate.judgement import MetricResult, judge, passes
 from headrace.lab.gate.likelihood import LikelihoodError, answer_likelihood
 from headrace.lab.gate.metrics import Judged
 from headrace.lab.gate.severity import reasons, severity
-from headrace.lab.gate.thresholds import Thresholds
+from headrace.lab.gate.thresholds import GateThresholds
 
 MOST_CASES: Final = 100_000
 SHOWN: Final = 100  # differences in the result, the worst first
@@ -70,7 +70,7 @@ async def run_gate(
     cases: Sequence[Case],
     candidate: AnswererSpec,
     baseline: AnswererSpec | None,
-    thresholds: Thresholds,
+    thresholds: GateThresholds,
     options: GateOptions | None = None,
     *,
     replayed: Mapping[str, Answer] | None = None,
@@ -161,7 +161,7 @@ def _original(case: Case) -> Answer:
     return case.original
 
 
-def _priced(pair: tuple[Answer, Answer], thresholds: Thresholds) -> tuple[Answer, Answer]:
+def _priced(pair: tuple[Answer, Answer], thresholds: GateThresholds) -> tuple[Answer, Answer]:
     prices = thresholds.prices
     if prices is None:
         return pair
@@ -181,7 +181,7 @@ def _likelihood(
     judged: Sequence[Judged],
     candidate: AnswererSpec,
     baseline: AnswererSpec | None,
-    thresholds: Thresholds,
+    thresholds: GateThresholds,
     options: GateOptions,
     notes: list[str],
 ) -> tuple[Distance | None, int]:

@@ -21,7 +21,7 @@ from headrace.lab.comparison.paired_tests import (
     worse_share,
 )
 from headrace.lab.gate.metrics import ESTIMATES, METRICS, EstimateMetric, Judged, Metric, Value
-from headrace.lab.gate.thresholds import GateSection, Thresholds
+from headrace.lab.gate.thresholds import GateSection, GateThresholds
 
 MetricVerdict = Literal["pass", "fail", "inconclusive", "too few", "not tested"]
 
@@ -43,7 +43,7 @@ class MetricResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    judged: Sequence[Judged], thresholds: Thresholds, distance: Distance | None = None, tokens: int = 0
+    judged: Sequence[Judged], thresholds: GateThresholds, distance: Distance | None = None, tokens: int = 0
 ) -> list[MetricResult]:
     """Test all metrics together, so that the level holds for the whole gate. Metrics without a value are left out."""
     values = values_of(judged)
@@ -66,7 +66,7 @@ def values_of(judged: Sequence[Judged]) -> dict[str, list[Value]]:
     return found
 
 
-def p_values_of(values: Mapping[str, Sequence[Value]], thresholds: Thresholds) -> dict[str, float]:
+def p_values_of(values: Mapping[str, Sequence[Value]], thresholds: GateThresholds) -> dict[str, float]:
     """Return the p-value of each metric that has a limit and enough values."""
     found: dict[str, float] = {}
     for metric in METRICS:
@@ -76,7 +76,7 @@ def p_values_of(values: Mapping[str, Sequence[Value]], thresholds: Thresholds) -
     return found
 
 
-def failing_of(p_values: Mapping[str, float], thresholds: Thresholds) -> set[str]:
+def failing_of(p_values: Mapping[str, float], thresholds: GateThresholds) -> set[str]:
     """Return the metrics that fail, with Holm's correction."""
     rejected = holm(list(p_values.values()), thresholds.gate.level)
     return {name for name, fails in zip(p_values, rejected, strict=True) if fails}
@@ -88,7 +88,7 @@ def passes(results: Sequence[MetricResult], *, strict: bool) -> bool:
 
 
 def _measure(
-    metric: Metric, values: Sequence[Value], thresholds: Thresholds, p: float | None, *, fails: bool
+    metric: Metric, values: Sequence[Value], thresholds: GateThresholds, p: float | None, *, fails: bool
 ) -> MetricResult:
     gate, limit = thresholds.gate, thresholds.limits[metric.name]
     candidate = np.array([value.candidate for value in values])

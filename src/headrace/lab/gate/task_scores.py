@@ -24,7 +24,7 @@ LEVEL: Final = 0.05  # chance that equal variants are called different
 TaskVerdict = Literal["better", "worse", "inconclusive"]
 
 
-class Score(msgspec.Struct, frozen=True):
+class TaskScore(msgspec.Struct, frozen=True):
     """A metric's mean over the prompts that it applies to, with its interval."""
 
     metric: str
@@ -36,10 +36,10 @@ class Score(msgspec.Struct, frozen=True):
 
 class VariantScores(msgspec.Struct, frozen=True):
     name: str
-    scores: list[Score]
+    scores: list[TaskScore]
     correct: list[bool]  # by case
 
-    def of(self, metric: str) -> Score | None:
+    def of(self, metric: str) -> TaskScore | None:
         return next((score for score in self.scores if score.metric == metric), None)
 
 
@@ -79,7 +79,7 @@ def score_answers(name: str, cases: Sequence[Case], answers: Sequence[Answer]) -
         for case, new, old, comparison in zip(cases, answers, good, comparisons, strict=True)
     ]
     values = values_of(judged)
-    scores: list[Score] = []
+    scores: list[TaskScore] = []
     for metric in SCORED:
         found = [value.candidate for value in values[metric]]
         if found:
@@ -88,7 +88,7 @@ def score_answers(name: str, cases: Sequence[Case], answers: Sequence[Answer]) -
                 if metric in _SHARES
                 else mean_interval(found)
             )
-            scores.append(Score(metric, len(found), sum(found) / len(found), *interval))
+            scores.append(TaskScore(metric, len(found), sum(found) / len(found), *interval))
     correct = [bool(is_correct(case, answer)) for case, answer in zip(cases, answers, strict=True)]
     return VariantScores(name, scores, correct)
 

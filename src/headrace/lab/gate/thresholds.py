@@ -31,7 +31,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prices: dict[str, PriceConfig] = {}
 
 
-class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+class GateThresholds(msgspec.Struct, frozen=True, kw_only=True):
     gate: GateSection = GateSection()
     limits: Mapping[str, float | None]  # by metric; None: not tested
     prices: PriceBook | None = None  # of "candidate" and "baseline"
@@ -41,11 +41,11 @@ def default_limits() -> dict[str, float | None]:
     return {metric.name: metric.limit for metric in (*METRICS, *ESTIMATES)}
 
 
-def read_thresholds(path: Path | None = None) -> Thresholds:
+def read_thresholds(path: Path | None = None) -> GateThresholds:
     """Return the defaults, or those of a file over them. RequestError that names the key for a mistake."""
     limits = default_limits()
     if path is None:
-        return Thresholds(limits=limits)
+        return GateThresholds(limits=limits)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         found = msgspec.convert(raw, _File)
@@ -61,7 +61,7 @@ def read_thresholds(path: Path | None = None) -> Thresholds:
         if limit is True:
             continue  # the default
         limits[name] = None if limit is False else _checked(path, name, float(limit))
-    return Thresholds(gate=found.gate, limits=limits, prices=_prices(path, found.prices))
+    return GateThresholds(gate=found.gate, limits=limits, prices=_prices(path, found.prices))
 
 
 def _checked(path: Path, name: str, limit: float) -> float:

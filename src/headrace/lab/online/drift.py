@@ -49,7 +49,7 @@ class MeanSums(msgspec.Struct):
         return max(0.0, self.squares / self.count - mean * mean) / (self.count - 1)
 
 
-class TrafficProfile(msgspec.Struct):
+class DailyTraffic(msgspec.Struct):
     """The traffic of a day, or of several."""
 
     requests: int = 0
@@ -73,7 +73,7 @@ class TrafficProfile(msgspec.Struct):
     def note_facts(self, variant: str, value: float) -> None:
         self.facts.setdefault(variant, MeanSums()).add(value)
 
-    def merge(self, other: TrafficProfile) -> None:
+    def merge(self, other: DailyTraffic) -> None:
         self.requests += other.requests
         for dimension, groups in other.mixes.items():
             for group, number in groups.items():
@@ -136,14 +136,14 @@ class DriftReport(msgspec.Struct, frozen=True):
         }
 
 
-def total_of(profiles: Iterable[TrafficProfile]) -> TrafficProfile:
-    total = TrafficProfile()
+def total_of(profiles: Iterable[DailyTraffic]) -> DailyTraffic:
+    total = DailyTraffic()
     for each in profiles:
         total.merge(each)
     return total
 
 
-def compare_traffic(before: TrafficProfile, after: TrafficProfile) -> DriftReport:
+def compare_traffic(before: DailyTraffic, after: DailyTraffic) -> DriftReport:
     """Compare two spans. Dimensions and means that one of them lacks are left out."""
     mixes = [
         mix_drift(name, before.mixes[name], after.mixes[name]) for name in sorted({*before.mixes} & {*after.mixes})

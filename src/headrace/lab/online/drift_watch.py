@@ -31,7 +31,7 @@ from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.factual_consistency import check_facts
 from headrace.lab.online.background_copies import SURFACE
-from headrace.lab.online.drift import DriftReport, TrafficProfile, compare_traffic, total_of
+from headrace.lab.online.drift import DailyTraffic, DriftReport, compare_traffic, total_of
 from headrace.lab.online.lab_store import LabStore
 from headrace.observe.latency.latency_book import length_bucket
 
@@ -47,7 +47,7 @@ _FACT_CHARS: Final = 50_000  # of an answer and its sources: longer ones are not
 
 
 class _Saved(msgspec.Struct):
-    days: dict[int, TrafficProfile] = {}
+    days: dict[int, DailyTraffic] = {}
     encoder: str = ""
     clusters: list[list[float]] = []
     sizes: list[int] = []
@@ -89,7 +89,7 @@ class DriftWatch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
-        self.days: dict[int, TrafficProfile] = {}  # by day since 1970
+        self.days: dict[int, DailyTraffic] = {}  # by day since 1970
         self.topics = TopicClusters(config.topics, near=config.near)
         self._store = store
         self._encoder = encoder
@@ -124,7 +124,7 @@ class DriftWatch:
         if self._encoder is not None and question.strip() and not self._questions.full():
             self._questions.put_nowait((exchange.caller, question[:_QUESTION_CHARS]))
 
-    def _note_facts(self, profile: TrafficProfile, finished: FinishedAnswer) -> None:
+    def _note_facts(self, profile: DailyTraffic, finished: FinishedAnswer) -> None:
         """Note the share of an answer's numbers and names that its sources or its prompt have."""
         request, answer = finished.requested, "\n".join(choice.content for choice in finished.choices)
         texts = [source.text for source in request.sources]
@@ -145,15 +145,15 @@ class DriftWatch:
         """Compare the last days with as many before them."""
         today = int(self._clock() // DAY_S)
 
-        def span(first: int) -> TrafficProfile:
+        def span(first: int) -> DailyTraffic:
             return total_of(each for day, each in self.days.items() if first <= day < first + days)
 
         return compare_traffic(span(today - 2 * days + 1), span(today - days + 1))
 
-    def _today(self) -> TrafficProfile:
+    def _today(self) -> DailyTraffic:
         day = int(self._clock() // DAY_S)
         if day not in self.days:
-            self.days[day] = TrafficProfile()
+            self.days[day] = DailyTraffic()
             for old in [each for each in self.days if each <= day - _DAYS]:
                 del self.days[old]
         return self.days[day]
@@ -192,7 +192,7 @@ class DriftWatch:
             log.warning("the traffic's profile cannot be read: %s", error)
             return
         for day, profile in saved.days.items():
-            self.days.setdefault(day, TrafficProfile()).merge(profile)
+            self.days.setdefault(day, DailyTraffic()).merge(profile)
         if saved.encoder == self._encoder_name():
             self.topics.centres = [np.array(each, dtype=np.float32) for each in saved.clusters]
             self.topics.sizes = saved.sizes

@@ -55,7 +55,7 @@ class BettingTest(msgspec.Struct):
         return _log_mean(self.wealth)
 
 
-class Comparison(Protocol):
+class ArmComparison(Protocol):
     """Takes values of both arms."""
 
     @property

@@ -39,7 +39,7 @@ _STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
 T = TypeVar("T")
 
 
-class AdapterConfig(msgspec.Struct, frozen=True):
+class PeftConfig(msgspec.Struct, frozen=True):
     rank: int
     alpha: float
     rank_of_root: bool  # rsLoRA: the scale is alpha / sqrt(rank)
@@ -63,7 +63,7 @@ def _matched(values: Mapping[str, T], module: str, default: T) -> T:
     return default
 
 
-def read_adapter_config(folder: Path) -> AdapterConfig:
+def read_adapter_config(folder: Path) -> PeftConfig:
     path = folder / ADAPTER_CONFIG
     if not folder.is_dir():
         raise ModelError("There is no such adapter folder. Pass one in PEFT's layout.", path=folder)
@@ -86,7 +86,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             path=path,
         )
     rank = _number(keys.get("r"), "r", path)
-    return AdapterConfig(
+    return PeftConfig(
         rank=_whole_rank(rank, "r", path),
         alpha=_number(keys.get("lora_alpha", 8), "lora_alpha", path),
         rank_of_root=_flag(keys, "use_rslora", path),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ModelError
-from headrace.models.adapters.adapter_config import ADAPTER_CONFIG, AdapterConfig, read_adapter_config
+from headrace.models.adapters.adapter_config import ADAPTER_CONFIG, PeftConfig, read_adapter_config
 from headrace.models.adapters.adapter_modules import AdapterModule, adapter_modules
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.formats.safetensors_file import SafetensorsFile
@@ -52,7 +52,7 @@ class ProductPart(msgspec.Struct, frozen=True):
 
 class AdapterWeights(msgspec.Struct, frozen=True):
     path: Path
-    config: AdapterConfig
+    config: PeftConfig
     parts: tuple[ProductPart, ...]
 
     @property
@@ -173,7 +173,7 @@ def _part(
     file: SafetensorsFile,
     name: str,
     names: dict[str, str],
-    config: AdapterConfig,
+    config: PeftConfig,
     module: AdapterModule,
     folder: ModelFolder,
 ) -> ProductPart:

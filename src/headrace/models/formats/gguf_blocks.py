@@ -22,7 +22,7 @@ _IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 IQ4_VALUES: Final = _IQ4.astype(np.int16)  # what the codes of IQ4_NL and IQ4_XS stand for
 
 
-class Block(NamedTuple):
+class BlockFormat(NamedTuple):
     weights: int
     bytes: int
     decode: Callable[[Bytes], F32]  # [blocks, weights], or with more axes
@@ -230,22 +230,22 @@ def _iq4_xs(blocks: Bytes) -> F32:
     return _iq4_xs_scales(blocks)[:, :, None] * _IQ4[_nibbles(blocks[:, 8:], 16)].reshape(-1, 8, 32)
 
 
-BLOCKS: Final[Mapping[str, Block]] = {
-    "F32": Block(1, 4, _dense("<f4")),
-    "F16": Block(1, 2, _dense("<f2")),
-    "BF16": Block(1, 2, _bf16),
-    "Q8_0": Block(32, 34, _q8_0),
-    "Q4_0": Block(32, 18, _q4_0),
-    "Q4_1": Block(32, 20, _q4_1),
-    "Q5_0": Block(32, 22, _q5_0),
-    "Q5_1": Block(32, 24, _q5_1),
-    "Q2_K": Block(256, 84, _q2_k),
-    "Q3_K": Block(256, 110, _q3_k),
-    "Q4_K": Block(256, 144, _q4_k),
-    "Q5_K": Block(256, 176, _q5_k),
-    "Q6_K": Block(256, 210, _q6_k),
-    "IQ4_NL": Block(32, 18, _iq4_nl),
-    "IQ4_XS": Block(256, 136, _iq4_xs),
+BLOCKS: Final[Mapping[str, BlockFormat]] = {
+    "F32": BlockFormat(1, 4, _dense("<f4")),
+    "F16": BlockFormat(1, 2, _dense("<f2")),
+    "BF16": BlockFormat(1, 2, _bf16),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
+    "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
+    "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
 }
 # Types that the kernels have a layout for. Those of 5 and 6 bits with minima or closer groups are not among them: their
 # codes would take 8 bits of memory, as weights that are rounded to int8 do.

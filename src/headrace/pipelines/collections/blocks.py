@@ -1,4 +1,4 @@
-"""Block: a piece of a document's structure, and the readers of Markdown and plain text.
+"""StructureBlock: a piece of a document's structure, and the readers of Markdown and plain text.
 
 Readers of other formats (html_reader, pdf_reader) give the same blocks. Chunking does not know where they came from.
 """
@@ -21,7 +21,7 @@ _FRONT_MATTER: Final = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _LINK: Final = re.compile(r"!?\[([^\]\n]*)\]\([^()\n]*\)")
 
 
-class Block(msgspec.Struct, frozen=True):
+class StructureBlock(msgspec.Struct, frozen=True):
     kind: BlockKind
     text: str
     level: int = 0  # of a heading, from 1
@@ -29,13 +29,13 @@ class Block(msgspec.Struct, frozen=True):
 
 class ReadDocument(msgspec.Struct, frozen=True):
     title: str  # empty if the document has none
-    blocks: list[Block]
+    blocks: list[StructureBlock]
 
 
 def read_text(text: str) -> ReadDocument:
     """Read plain text: blank lines separate paragraphs."""
     paragraphs = re.split(r"\n[ \t]*\n", _normalised(text))
-    return ReadDocument("", [Block("text", each.strip()) for each in paragraphs if each.strip()])
+    return ReadDocument("", [StructureBlock("text", each.strip()) for each in paragraphs if each.strip()])
 
 
 def read_markdown(text: str) -> ReadDocument:
@@ -46,15 +46,15 @@ def read_markdown(text: str) -> ReadDocument:
     return ReadDocument(title, blocks)
 
 
-def _markdown_blocks(text: str) -> Iterator[Block]:
+def _markdown_blocks(text: str) -> Iterator[StructureBlock]:
     fence = ""
     lines: list[str] = []
 
-    def paragraph() -> Iterator[Block]:
+    def paragraph() -> Iterator[StructureBlock]:
         joined = _LINK.sub(r"\1", "\n".join(lines)).strip()
         lines.clear()
         if joined:
-            yield Block("text", joined)
+            yield StructureBlock("text", joined)
 
     for line in text.split("\n"):
         found = _FENCE.match(line)
@@ -71,10 +71,10 @@ def _markdown_blocks(text: str) -> Iterator[Block]:
         elif (heading := _HEADING.match(line)) is not None:
             yield from paragraph()
             if heading[2]:
-                yield Block("heading", _LINK.sub(r"\1", heading[2]), len(heading[1]))
+                yield StructureBlock("heading", _LINK.sub(r"\1", heading[2]), len(heading[1]))
         elif len(lines) == 1 and lines[0].strip() and (under := _UNDERLINE.match(line)) is not None:
             title = _LINK.sub(r"\1", lines.pop().strip())
-            yield Block("heading", title, 1 if under[1][0] == "=" else 2)
+            yield StructureBlock("heading", title, 1 if under[1][0] == "=" else 2)
         elif line.strip():
             lines.append(line)
         else:
@@ -84,11 +84,11 @@ def _markdown_blocks(text: str) -> Iterator[Block]:
     yield from paragraph()
 
 
-def _code(lines: list[str]) -> Iterator[Block]:
+def _code(lines: list[str]) -> Iterator[StructureBlock]:
     joined = "\n".join(lines).strip("\n")
     lines.clear()
     if joined.strip():
-        yield Block("code", joined)
+        yield StructureBlock("code", joined)
 
 
 def _normalised(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from headrace.gateway.sentences import split_sentences
-from headrace.pipelines.collections.blocks import Block
+from headrace.pipelines.collections.blocks import StructureBlock
 
 _SMALL: Final = 0.25  # a section with less of a chunk's tokens shares a chunk with the next one
 _HEADING_SHARE: Final = 0.25  # of a chunk's tokens that the titles above it may take
@@ -37,7 +37,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 def cut_into_chunks(
-    blocks: Sequence[Block], count_tokens: Callable[[str], int], *, title: str, most: int, overlap: int
+    blocks: Sequence[StructureBlock], count_tokens: Callable[[str], int], *, title: str, most: int, overlap: int
 ) -> list[Chunk]:
     """`most`: tokens of a chunk with its heading. `overlap`: tokens at most that a chunk repeats of the one before."""
     chunks: list[Chunk] = []
@@ -52,7 +52,7 @@ def cut_into_chunks(
 
 
 def _sections(
-    blocks: Sequence[Block], title: str, count_tokens: Callable[[str], int], most: int
+    blocks: Sequence[StructureBlock], title: str, count_tokens: Callable[[str], int], most: int
 ) -> Iterator[tuple[list[str], list[_Piece]]]:
     """Yield the titles above each section, and its pieces. Small sections are joined with what follows them."""
     titles: list[tuple[int, str]] = []
@@ -82,7 +82,7 @@ def _sections(
         yield path, pieces
 
 
-def _pieces(block: Block, count_tokens: Callable[[str], int], most: int) -> Iterator[_Piece]:
+def _pieces(block: StructureBlock, count_tokens: Callable[[str], int], most: int) -> Iterator[_Piece]:
     before = "\n\n"
     if block.kind == "code":
         parts = block.text.split("\n")

@@ -10,7 +10,7 @@ import re
 from html.parser import HTMLParser
 from typing import Final
 
-from headrace.pipelines.collections.blocks import Block, BlockKind, ReadDocument
+from headrace.pipelines.collections.blocks import BlockKind, ReadDocument, StructureBlock
 
 _DROPPED: Final = frozenset(
     "script style noscript template svg math iframe object nav header footer aside form button select dialog".split()
@@ -30,7 +30,7 @@ _DEEPEST: Final = 2000  # open elements; deeper ones are read as if they were no
 class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.blocks: list[tuple[Block, bool]] = []  # with whether it is in <main>
+        self.blocks: list[tuple[StructureBlock, bool]] = []  # with whether it is in <main>
         self.title = ""
         self._open: list[str] = []
         self._dropped = 0  # open elements whose content is dropped
@@ -110,7 +110,7 @@ class _Reader(HTMLParser):
             if kind == "heading":
                 text = text.replace("\n", " ")
         if text.strip():
-            self.blocks.append((Block(kind, text, level), self._main > 0))
+            self.blocks.append((StructureBlock(kind, text, level), self._main > 0))
 
     def close(self) -> None:
         super().close()

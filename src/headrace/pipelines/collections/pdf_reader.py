@@ -19,7 +19,7 @@ import sys
 from typing import Any, Final
 
 from headrace.gateway.api_errors import ApiError, invalid_request
-from headrace.pipelines.collections.blocks import Block, ReadDocument
+from headrace.pipelines.collections.blocks import ReadDocument, StructureBlock
 
 _MEMORY_BYTES: Final = 1024**3
 _PROCESSOR_S: Final = 60
@@ -63,12 +63,12 @@ async def read_pdf(data: bytes) -> ReadDocument:
     if process.returncode != 0:
         raise invalid_request("The PDF file cannot be read: it is damaged, or too large.", "documents")
     found = json.loads(output)
-    blocks: list[Block] = []
+    blocks: list[StructureBlock] = []
     for number, page in enumerate(found["pages"], start=1):
         paragraphs = [_joined(each) for each in re.split(r"\n[ \t]*\n", page)]
         if any(paragraphs):
-            blocks.append(Block("heading", f"Page {number}", 2))
-            blocks += [Block("text", each) for each in paragraphs if each]
+            blocks.append(StructureBlock("heading", f"Page {number}", 2))
+            blocks += [StructureBlock("text", each) for each in paragraphs if each]
     return ReadDocument(found["title"], blocks)
 
 

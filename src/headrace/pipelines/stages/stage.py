@@ -1,4 +1,5 @@
-"""Stage: what pipeline_run needs of a stage that ends with one result. Tools and generate stream, and are apart."""
+"""PipelineStage: what pipeline_run needs of a stage that ends with one result. Tools and generate stream: they
+are apart."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_services import StageServices
 
 
-class Stage(Protocol):
+class PipelineStage(Protocol):
     """A stage without state of its own: results are put into the RunState."""
 
     def missing_input(self, state: RunState) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.errors import RequestError
 from headrace.server.http.request_cycle import GONE, Message
-from headrace.server.openvino_server.pipeline_thread import FinishReason, Generation, PipelineThread, TextPieces
+from headrace.server.openvino_server.pipeline_thread import FinishReason, OpenVinoGeneration, PipelineThread, TextPieces
 from headrace.server.openvino_server.request_body import RequestBody, generation_config, read_body
 
 _BODY_BYTES: Final = 64 * 1024 * 1024  # the gateway bounds bodies; this bounds a mistake
@@ -114,7 +114,7 @@ class OpenAiApp:
         writer = _Writer(self._name, next(self._numbers), send, body, prompt_tokens=length, chat=chat)
         await self._write(writer, generation, arrivals)
 
-    async def _write(self, writer: _Writer, generation: Generation, arrivals: asyncio.Queue[Arrival]) -> None:
+    async def _write(self, writer: _Writer, generation: OpenVinoGeneration, arrivals: asyncio.Queue[Arrival]) -> None:
         pieces = TextPieces(self._decode)
         reason: FinishReason | None = None
         try:

@@ -18,7 +18,7 @@ FinishReason = str  # "stop", "length" or "error"
 Receiver = Callable[[list[int], FinishReason | None], None]  # new tokens, and why the answer ends with them
 
 
-class Generation:
+class OpenVinoGeneration:
     """A request. Its receiver is called in the thread of the pipeline."""
 
     def __init__(self, prompt: Any, config: Any, receive: Receiver) -> None:
@@ -36,25 +36,25 @@ class PipelineThread(threading.Thread):
         self.broken = ""  # why it steps no more
         self._genai = genai
         self._pipeline = pipeline
-        self._coming: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()  # None wakes the thread
+        self._coming: queue.SimpleQueue[OpenVinoGeneration | None] = queue.SimpleQueue()  # None wakes the thread
         self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
         return self._coming.qsize()
 
-    def submit(self, prompt: Any, config: Any, receive: Receiver) -> Generation:
-        generation = Generation(prompt, config, receive)
+    def submit(self, prompt: Any, config: Any, receive: Receiver) -> OpenVinoGeneration:
+        generation = OpenVinoGeneration(prompt, config, receive)
         self._coming.put(generation)
         return generation
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: OpenVinoGeneration) -> None:
         """Stop computing it. Its receiver is not called any more."""
         generation.cancelled = True
         self._coming.put(None)
 
     def run(self) -> None:
-        running: list[Generation] = []
+        running: list[OpenVinoGeneration] = []
         try:
             while True:
                 self._take_new(running)
@@ -70,7 +70,7 @@ class PipelineThread(threading.Thread):
             for generation in running:
                 generation.receive([], "error")
 
-    def _take_new(self, running: list[Generation]) -> None:
+    def _take_new(self, running: list[OpenVinoGeneration]) -> None:
         """Add the requests that have come; wait for one if nothing runs."""
         while not running or not self._coming.empty():
             generation = self._coming.get()
@@ -83,12 +83,12 @@ class PipelineThread(threading.Thread):
                     next(self._numbers), generation.prompt, generation.config
                 )
 
-    def _left(self, generation: Generation) -> bool:
+    def _left(self, generation: OpenVinoGeneration) -> bool:
         if generation.cancelled:
             generation.handle.cancel()
         return generation.cancelled
 
-    def _deliver(self, generation: Generation) -> bool:
+    def _deliver(self, generation: OpenVinoGeneration) -> bool:
         """Hand out what the step produced. Return whether the answer has ended."""
         handle, states = generation.handle, self._genai.GenerationStatus
         ended = handle.get_status() != states.RUNNING

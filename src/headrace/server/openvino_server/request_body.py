@@ -13,7 +13,7 @@ from headrace.errors import RequestError
 _MOST_NEW = 32_768  # tokens of an answer that sets no bound
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OpenVinoStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
@@ -32,7 +32,7 @@ class RequestBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[int] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: OpenVinoStreamOptions = OpenVinoStreamOptions()
     max_tokens: Annotated[int, Meta(ge=1)] = _MOST_NEW
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     temperature: Annotated[float, Meta(ge=0.0)] = 1.0
