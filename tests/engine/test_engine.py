@@ -383,6 +383,15 @@ def test_a_deadline_cuts_an_answer_short_with_what_there_is(opened: OpenedVarian
     assert answer.tokens == expected[: len(answer.tokens)]
 
 
+def test_what_is_cut_in_the_queue_has_used_nothing(opened: OpenedVariant) -> None:
+    engine = opened.engine
+    assert engine.submit(request("waits")).accepted
+    engine.cancel("waits")
+    (output,) = engine.deliver()
+    assert output.ending is not None
+    assert (output.ending.finish, output.ending.usage.prompt_tokens) == (FinishReason.CANCELLED, 0)
+
+
 def test_a_step_that_fails_fails_those_in_it_and_no_others(
     opened: OpenedVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

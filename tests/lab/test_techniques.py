@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.cli import main
 from headrace.config import Config
@@ -108,7 +109,8 @@ def test_every_lossy_technique_of_a_configuration_is_found_and_turned_off(tmp_pa
     config = everything(tmp_path)
     found = {technique.name for technique, _ in turned_off(config)}
     lossy = {each.name for each in TECHNIQUES if not each.lossless and each.area != "by the caller"}
-    assert found == lossy - {"compressed models"}  # which are in a model's files, not in the configuration
+    # Compressed models are in a model's files, and canaries begin through the admin API.
+    assert found == lossy - {"compressed models", "canaries"}
     safe = without_lossy(config)
     assert turned_off(safe) == []
     assert without_lossy(safe) == safe
@@ -129,6 +131,18 @@ def test_what_is_left_serves_the_same_names_without_loss(tmp_path: Path) -> None
     assert (safe.cache.exact.stale, safe.cache.semantic.mode, safe.shaping.overflow) == (None, "off", "refuse")
     assert [budget.then for budget in safe.tenants["acme"].budgets] == [""]
     assert [str(finding) for finding in check_config(safe, {}) if "embedder" not in str(finding)] == []
+
+
+def test_a_tenants_own_semantic_cache_is_found_too(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text("[models.mini]\n[cache.semantic]\nembedder = 'minilm'\n[tenants.acme.caches]\nsemantic = 'on'\n")
+    config = read_declared(path, environ={}, check=lambda config, environ: iter(()))
+    [(technique, keys)] = turned_off(config)
+    assert (technique.name, keys) == ("semantic cache", ["tenants.acme.caches.semantic"])
+    safe = without_lossy(config)
+    assert (safe.tenants["acme"].caches.semantic, safe.cache.semantic.embedder) == (None, "")
+    declared_only = replace(config, tenants={})  # an administrator can turn it on for a tenant
+    assert [keys for _, keys in turned_off(declared_only)] == [["cache.semantic.embedder"]]
 
 
 def test_the_switch_applies_when_a_configuration_is_loaded(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from headrace.config.pipeline_section import (
     RerankStage,
     SearchStage,
 )
+from headrace.engine.interface.grammar_spec import Grammar
+from headrace.engine.interface.sampling import SamplingParams
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller
@@ -139,6 +141,18 @@ async def test_a_frozen_model_leaves_sentences_of_the_sources() -> None:
     assert "8000" in outcome.text
     assert outcome.run.exchange.notes["extracted"] is True
     assert outcome.stage("generate")["outcome"] == "fewer"
+
+
+@asynchronous
+async def test_other_texts_stand_in_only_where_the_client_can_read_them() -> None:
+    json = Grammar("json_object")
+    early = rag(generate=GenerateStage(order=("extract", "large"), extract_confidence=0.3))
+    for shape in ({"grammar": json}, {"sampling": SamplingParams(logprobs=1)}):
+        outcome = await World(early, says('{"port": 8000}')).run("On which port does the server listen?", **shape)
+        assert (outcome.text, outcome.report["answered_by"]) == ('{"port": 8000}', "large")
+        late = await World(rag(), says(FOREVER)).run(**shape)  # sentences of the sources are no JSON
+        assert late.error is not None
+        assert (late.error.status, late.error.code, late.text) == (504, "stage_late", "")
 
 
 @asynchronous
@@ -272,6 +286,31 @@ async def test_a_popular_question_is_answered_from_the_cache_without_a_search() 
 
 
 @asynchronous
+async def test_an_answer_in_another_shape_is_not_one_of_the_cache() -> None:
+    world = World(rag(generate=GenerateStage(order=("cache", "large"))))
+
+    def asked(url: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": "What is this?", "images": [{"url": url}]}]
+
+    shapes: tuple[dict[str, Any], ...] = (
+        {},
+        {"grammar": Grammar("json_object")},
+        {"sampling": SamplingParams(temperature=0.9)},
+        {"messages": asked("data:image/png;base64,aa")},
+        {"messages": asked("data:image/png;base64,bb")},
+    )
+    for count, shape in enumerate(shapes, start=1):
+        for _ in range(2):
+            await world.run(**shape)
+        assert len(world.models.requests) == count, shape
+    for uncached in ({"messages": asked("https://example.org/now.png")}, {"sampling": SamplingParams(logprobs=1)}):
+        before = len(world.models.requests)
+        for _ in range(2):
+            await world.run(**uncached)
+        assert len(world.models.requests) == before + 2
+
+
+@asynchronous
 async def test_a_request_may_refuse_cached_answers() -> None:
     world = World(rag(generate=GenerateStage(order=("cache", "large"))))
     await world.run()
@@ -292,8 +331,9 @@ async def test_confident_sentences_of_the_sources_need_no_model() -> None:
 @asynchronous
 async def test_an_unsure_small_model_gives_way_to_the_large_one() -> None:
     config = rag(generate=GenerateStage(order=("small", "large"), small="tiny", small_confidence=0.5))
-    world = World(config, says("Large."), tiny=says("Small."))
+    world = World(config, says("Large.", micros=70), tiny=says("Small.", micros=3))
     outcome = await world.run()
+    assert outcome.run.exchange.cost_micros == 73
     assert outcome.text == "Large."
     assert outcome.report["answered_by"] == "large"
     assert [request.model for request in world.models.requests] == ["tiny", "mini"]

@@ -66,6 +66,7 @@ class Call:
     calls: Sequence[tuple[str, str]] = ()  # tool and JSON arguments
     finish: Any = "stop"
     usage: TokenUsage = field(default_factory=lambda: TokenUsage(prompt_tokens=10, output_tokens=5))
+    micros: int | None = None  # its price
 
 
 Script = Callable[[TextRequest], Call]
@@ -123,6 +124,7 @@ class FakeFlow:
 
     def settle(self, error: ApiError | None = None) -> None:
         self.settled += 1
+        self.exchange.cost_micros = self._call.micros
 
 
 class FakeModels:

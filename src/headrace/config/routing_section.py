@@ -145,7 +145,9 @@ class ShadowConfig(Section, frozen=True):
     tenants: tuple[Text, ...] = ()  # whose requests are copied; "-": requests without one; empty: all
     judge: Literal["served", "shadow"] = "served"  # whose response is the reference; shadow: a double-check of quality
     pairs: Annotated[int, Meta(ge=0, le=100_000)] = 0  # double-check: judged requests to keep for tune cascade
-    when: Literal["always", "idle"] = "always"  # copies begin: at any time, or only while this server runs no request
+    # Copies begin at any time, or only while this server runs no request; default: "idle" where an engine of this
+    # machine answers them, else "always"
+    when: Literal["always", "idle"] | None = None
     tokens_per_day: Count = 1_000_000  # tokens of copies per day (UTC); further copies are dropped
     concurrent: Annotated[int, Meta(ge=1, le=64)] = 1  # copies at once
     queue: Annotated[int, Meta(ge=1, le=4096)] = 32  # copies that wait; further ones are dropped

@@ -345,7 +345,7 @@ class Engine:
             self.timing.between += between
             self._host += _HOST_SHARE * (between - self._host)
         for progress in running:
-            if not progress.started_at:
+            if progress.started_at is None:
                 progress.started_at = launched
         if not plan.hidden:
             work: list[tuple[GrammarState, list[int]]] = []

@@ -80,7 +80,7 @@ class SequenceProgress:
         self.measured: list[SampledToken] = []  # prompt tokens, not delivered yet
         self.pool: NDArray[np.float32] | None = None  # sum of hidden states, or the one that counts
         self.queued_at = now
-        self.started_at = 0.0
+        self.started_at: float | None = None  # when it had its first share of a step
         self.first_at = 0.0
         self.first_step = 0  # the step of its first token
         self.steps = 0  # with a share of it
@@ -254,10 +254,10 @@ class SequenceProgress:
 
     def _ending(self, event: SequenceEvent, now: float) -> SequenceEnd:
         sequence = self.sequence
-        started = self.started_at or now
+        started = now if self.started_at is None else self.started_at
         first = self.first_at or now
         usage = SequenceUsage(
-            prompt_tokens=len(sequence.request.prompt),
+            prompt_tokens=0 if self.started_at is None else len(sequence.request.prompt),  # 0: it was cut in the queue
             output_tokens=sequence.output_count,
             cached_tokens=sequence.cached,
             drafted=self.drafted,

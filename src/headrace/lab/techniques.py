@@ -92,8 +92,23 @@ def _without(config: Config, is_lossy: Callable[[str, Any], bool]) -> Config:
 # Caches, degradation and budgets
 
 
+def _semantic_used(config: Config) -> list[str]:
+    """With an embedder, an administrator may turn the cache on for a tenant."""
+    found = [] if config.cache.semantic.mode == "off" else ["cache.semantic.mode"]
+    found += [
+        f"{key_path('tenants', name)}.caches.semantic"
+        for name, tenant in config.tenants.items()
+        if tenant.caches.semantic not in (None, "off")
+    ]
+    return found or (["cache.semantic.embedder"] if config.cache.semantic.embedder else [])
+
+
 def _semantic_off(config: Config) -> Config:
-    return replace(config, cache=replace(config.cache, semantic=replace(config.cache.semantic, mode="off")))
+    tenants = {
+        name: replace(tenant, caches=replace(tenant.caches, semantic=None)) for name, tenant in config.tenants.items()
+    }
+    semantic = replace(config.cache.semantic, mode="off", embedder="")
+    return replace(config, cache=replace(config.cache, semantic=semantic), tenants=tenants)
 
 
 def _lossy_steps(config: Config) -> list[str]:
@@ -238,7 +253,7 @@ TECHNIQUES: Final = (
         lossless=False,
         about="the response of a similar question, or one primed with it",
         switch="cache.semantic.mode",
-        used=lambda config: [] if config.cache.semantic.mode == "off" else ["cache.semantic.mode"],
+        used=_semantic_used,
         off=_semantic_off,
     ),
     Technique(
@@ -339,6 +354,13 @@ TECHNIQUES: Final = (
         switch="routing.splits",
         used=lambda config: _names("routing.splits", config.routing.splits),
         off=_splits_off,
+    ),
+    Technique(
+        name="canaries",
+        area="routing",
+        lossless=False,
+        about="a share of conversations goes to a candidate; without them, all go to the control",
+        switch="headrace canary",
     ),
     Technique(
         name="fast profile",

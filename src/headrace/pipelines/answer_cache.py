@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace.gateway.caches.exact.cache_key import answer_shape
 from headrace.gateway.caches.results.result_cache import ResultCache, ResultLookup
 from headrace.gateway.folded_words import folded
 from headrace.pipelines.run_state import STALE_S, RunState
@@ -22,17 +23,21 @@ class StoredPipelineAnswer(msgspec.Struct):
 
 
 class RunAnswerCache:
-    """The view of one run. Answers depend on the tenant, the whole conversation, the filters and the mode."""
+    """The view of one run. Answers depend on the tenant, the whole conversation, the filters, the pipeline's
+    configuration, and on everything that shapes an answer: images, format, sampling."""
 
     def __init__(self, results: ResultCache, state: RunState) -> None:
         self._results = results
         self._state = state
-        self._is_used = "cache" in state.config.generate.order and state.exchange.text_request.cache == "on"
+        request = state.exchange.text_request
+        self._shape: bytes | None = None
+        if "cache" in state.config.generate.order and request.cache == "on" and request.sampling.logprobs is None:
+            self._shape = answer_shape(request)
         self._lookup: ResultLookup | None = None  # the last one
 
     async def find(self, *, stale: bool = False) -> StoredPipelineAnswer | None:
         """Return an answer; with `stale`, also one that is older than `cache_s`."""
-        if not self._is_used:
+        if self._shape is None:
             return None
         state = self._state
         self._lookup = await self._results.look(
@@ -75,5 +80,6 @@ class RunAnswerCache:
             messages,
             dict(request.pipeline.filters),
             request.pipeline.detail,
-            request.max_tokens,
+            self._shape,
+            msgspec.json.encode(state.config, order="deterministic"),
         ]

@@ -13,7 +13,7 @@ from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.flow.metered_evaluation import run_metered
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.text_flow import TextFlow
-from headrace.gateway.ledger.prices import Price
+from headrace.gateway.ledger.prices import Price, microseconds
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.engine_answering import prompts_of
 from headrace.gateway.serving.exchange import Caller, Exchange
@@ -85,6 +85,10 @@ class ModelAccess:
             named = {f"documents[{place}]": text for place, text in enumerate(texts)}
             await work.take(named, prompt_name="document")
         vectors, _ = await run_metered(self._services, whole.caller, work, work.vectors, whole.endpoint)
+        if not self._services.prices.is_empty:
+            used = work.usage
+            machine_us = microseconds(used.prefill_s + used.decode_s)
+            whole.add_cost(self.price(served.name).micros(used.prompt_tokens, used.cached_tokens, 0, machine_us))
         if ranking is not None:
             return [ranking.score(vector) for vector in vectors.tolist()]
         rows = unit_rows(vectors)

@@ -58,6 +58,7 @@ async def stream_call(
         flow.settle(error)
         state.open_flows.remove(flow)
         state.usages.append(flow.exchange.usage)
+        state.exchange.add_cost(flow.exchange.cost_micros)
         state.is_charged = state.is_charged or flow.is_charged
         if shares_timeline:
             state.answer_exchange = flow.exchange

@@ -34,7 +34,7 @@ from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.assemble import Assemble, as_source
 from headrace.pipelines.stages.check import Check
 from headrace.pipelines.stages.embed import Embed
-from headrace.pipelines.stages.generate import generate, rescue
+from headrace.pipelines.stages.generate import generate, may_stand_in, rescue
 from headrace.pipelines.stages.rerank import Rerank
 from headrace.pipelines.stages.search import Search
 from headrace.pipelines.stages.stage import PipelineStage
@@ -371,13 +371,13 @@ class PipelineRun:
         why = why or ("late" if state.finish == "deadline" else "")
         ms, budget_ms = (services.clock.now() - began) * 1e3, (end - began) * 1e3
         if why and not state.text:
-            text = None
+            text, says = None, config.late != "stop" and may_stand_in(state)
             if config.late == "cached" and (old := await self._answers.find(stale=True)) is not None:
                 outcome, text = "cached", old.text
-            elif config.late != "stop":
+            elif says:
                 text = rescue(state)
             state.finish = "stop"
-            if text is None and config.late != "stop" and config.no_answer and why in ("late", "overloaded"):
+            if text is None and says and config.no_answer and why in ("late", "overloaded"):
                 text, state.finish, state.is_unanswered = config.no_answer, "deadline", True
             if text is None:
                 state.reports.append(StageReport("generate", "stopped", ms, budget_ms, why))

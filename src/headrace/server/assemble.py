@@ -91,13 +91,18 @@ def assemble(
     for name, cache in named:
         if cache is not None:
             cache.modes = replace(cache.modes, tenants=CacheModes(accounts.directory, name))
+    lossless = config.safety.lossless_only  # also for what was made through the admin API before
     if own_ledger is not None:
-        accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare))
+        accounts.shared.listen(budget_updater(accounts.directory, own_ledger.declare, falls=not lossless))
     capacity = CapacityMonitor(fleet, shed_ttft_s=config.server.shed_ttft_s)
     dispatcher = Dispatcher(config.routing, fleet, capacity=capacity.of)
+    dispatcher.check_answers(failed_check)
     dispatcher.canaries.may_use = allows_model
-    accounts.shared.listen(canary_updater(dispatcher.canaries, fleet.served))
-    recorder = Recorder.from_config(config, environ)
+    if not lossless:
+        measured = config.server.processes == 1
+        accounts.shared.listen(canary_updater(dispatcher.canaries, fleet.served, measured=measured))
+    directory = accounts.directory
+    recorder = Recorder.from_config(config, environ, is_recorded=lambda tenant: directory.settings_of(tenant).record)
     recorder.follow(accounts.shared)
     metrics.label_tenants(TenantLabels(config.admin.tenant_labels, given_up=_forget_tenant).label)
     observer = RequestObserver.from_config(config, environ)
@@ -150,7 +155,6 @@ def assemble(
 def assemble_lab(config: Config, services: Services, database: Database, is_idle: Callable[[], bool]) -> OnlineLab:
     """Build what proves itself on live traffic, and let it see the answers of these services. `is_idle`: whether the
     server runs no request."""
-    services.dispatcher.check_answers(failed_check)
     lab = OnlineLab.from_config(config, services, SqliteLabStore(database), is_idle=is_idle)
     services.answer_observers += lab.observers
     services.loops += lab.loops

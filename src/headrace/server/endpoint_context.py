@@ -47,7 +47,8 @@ class EndpointContext:
         self.is_draining = False  # no new request is admitted
         # The metrics of this server's other processes.
         self.other_metrics: Callable[[], Awaitable[list[list[metrics.Family]]]] | None = None
-        self.running = 0  # requests that engines and upstreams work for
+        self.running = 0  # requests that engines and upstreams work for, of this process
+        self.other_running: Callable[[], Awaitable[list[int]]] | None = None  # the same of the other processes
         self.bodies = BodyIntake(config.server)
         self.charges = RequestCharges(services.limiter, address_requests_per_s=config.server.address_requests_per_s)
 
@@ -59,6 +60,10 @@ class EndpointContext:
             raise _unavailable("The server is shutting down. Retry on another server.", "draining")
         if self.running >= self.config.limits.requests:
             raise _unavailable(f"The server already runs {self.running} requests. Retry later.", "too_many_requests")
+
+    async def running_of_all(self) -> list[int]:
+        """Return the running requests of each process of this server that answers, this one first."""
+        return [self.running, *(await self.other_running() if self.other_running is not None else ())]
 
     @contextmanager
     def count_running(self) -> Generator[None]:

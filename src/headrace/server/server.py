@@ -122,7 +122,7 @@ class Server:
         self.database = Database(config.storage.path)
         self.services = services = assemble(config, self.fleet, self.database, os.environ)
         context = self.context = EndpointContext(config, services)
-        lab = assemble_lab(config, services, self.database, lambda: context.running == 0)
+        self._lab = lab = assemble_lab(config, services, self.database, lambda: context.running == 0)
         ledger = services.ledger
         usage = LedgerUsage(ledger, currency=config.ledger.currency) if isinstance(ledger, Ledger) else None
         self.administration = Administration(config, services.accounts, usage)
@@ -155,8 +155,14 @@ class Server:
             return
         from headrace.server.processes.front_processes import FRONT_COMMAND, FrontProcesses
 
-        self.fronts = FrontProcesses(self.config, self.services, sockets, command=command or FRONT_COMMAND)
-        self.context.other_metrics = self.fronts.metrics
+        self.fronts = FrontProcesses(
+            self.config,
+            self.services,
+            sockets,
+            command=command or FRONT_COMMAND,
+            hard_cases=self._lab.hard_cases,
+        )
+        self.context.other_metrics, self.context.other_running = self.fronts.metrics, self.fronts.running
 
     def end(self) -> None:
         """Drain and shut down. The second call stops waiting for requests in progress."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import KeyConfig, PriceConfig
+from headrace.engine.interface.outputs import SequenceEnd, SequenceOutput, SequenceUsage
+from headrace.engine.interface.request import FinishReason
 from headrace.engine.process.output_stream import OutputStream
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.served_variant import ServedVariant
@@ -77,3 +79,26 @@ async def test_a_key_that_may_not_use_the_verifier_hits_by_the_same_text_alone(t
         assert running.semantic("refusals", "verifier_access") == 1
         (red,) = await running.usage()
         assert red["micros"] == 10 * sum(len(stream.request.prompt) for stream in running.engine.streams)
+
+
+@asynchronous
+async def test_a_verification_that_is_cut_in_time_costs_what_the_engine_computed(tmp_path: Path) -> None:
+    def late(stream: OutputStream) -> None:
+        """Its engine ends it at its deadline, while it reads the prompt."""
+        assert stream.request.deadline is not None
+        usage = SequenceUsage(len(stream.request.prompt), 0, 0, 0, 0, 0.0, 0.1, 0.0)
+        stream.push(SequenceOutput(stream.request.id, 0, [], "", ending=SequenceEnd(FinishReason.DEADLINE, usage)))
+
+    engine = FakeEngine()
+    engine.answer = late
+    async with remembering(tmp_path, **verifying(engine)) as (running, _):
+        await ready(running)
+        running.engine.answer = words("In the settings.")
+        await running.chat(ON, key=RED)
+        (before,) = await running.usage()
+        assert (await running.chat(SAME, key=RED)).headers.get("x-headrace-cache") is None
+        (after,) = await running.usage()
+        [cut] = engine.streams
+        prompts = 1000 * len(cut.request.prompt) + 10 * len(running.engine.streams[-1].request.prompt)
+        assert after["micros"] - before["micros"] == prompts
+        assert running.semantic("verifications", "failed") == 1

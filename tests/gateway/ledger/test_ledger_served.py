@@ -39,6 +39,7 @@ from headrace.engine.interface.sampling import SampledToken
 from headrace.engine.process.client_errors import OverloadedError
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.ledger.prices import Price
+from headrace.gateway.output.tool_formats import TOOL_FORMATS
 from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.gateway.ledger import killed_servers as killing_server
@@ -360,6 +361,19 @@ async def test_at_the_end_of_a_budget_another_variant_answers_and_under_its_own_
         rows = {each["variant"]: each for each in await running.usage("variant")}
         assert (rows["small"]["requests"], rows["small"]["micros"]) == (3, 3 * 3)
         assert (rows["mini"]["requests"], rows["mini"]["micros"]) == (1, end)
+
+
+@asynchronous
+async def test_a_variant_that_cannot_take_the_request_does_not_stand_in_for_another(tmp_path: Path) -> None:
+    models = {"mini": ModelConfig(), "small": ModelConfig()}
+    options = priced(budget(SUM(PROMPT, 0, 10), then="small", allowance_micros=99), models=models)
+    async with served(tmp_path, "small", **options) as running:
+        running.says(10)
+        running.server.fleet.served["mini"].tools = TOOL_FORMATS["hermes"]
+        assert (await running.chat_as("acme", max_tokens=10)).status == 200
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        refused = await running.chat_as("acme", max_tokens=10, tools=tools)
+        assert (refused.status, refused.error["code"]) == (429, "insufficient_quota")
 
 
 @asynchronous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.config.routing_section import CascadeConfig, StepConfig
+from headrace.gateway.requests.text_request import TextRequest, Tool
 from headrace.gateway.routing.canary_routes import CanaryRoute, CanaryRoutes
 from headrace.gateway.routing.router import RoutePlan
 from headrace.gateway.serving.exchange import Caller
@@ -73,3 +74,12 @@ def test_an_unavailable_candidate_and_one_that_the_caller_may_not_use_get_nothin
     narrow.may_use = lambda caller, variant: bool(asked.append((caller, variant)))
     assert narrow.apply(exchange_of(tenant="red"), PLAN) is PLAN
     assert [(caller.tenant, variant) for caller, variant in asked] == [("red", "mini@new")]
+
+
+def test_requests_that_the_candidate_cannot_take_go_to_the_control_and_are_not_measured() -> None:
+    def lacks(variant: str, text_request: TextRequest) -> str | None:
+        return "it knows no tools" if variant == "mini@new" and text_request.tools else None
+
+    found = routes(100.0, why_not_for=lacks)
+    assert found.apply(exchange_of(asked_for(tools=(Tool("look"),))), PLAN) is PLAN
+    assert found.apply(exchange_of(), PLAN).arm == "candidate"

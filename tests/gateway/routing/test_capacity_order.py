@@ -13,7 +13,7 @@ import msgspec
 from headrace.config import ModelConfig
 from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConfig
 from headrace.config.upstream_section import UpstreamConfig, UpstreamHealthConfig
-from headrace.gateway.routing.capacity_order import CapacityOrder
+from headrace.gateway.routing.capacity_order import CapacityOrder, PromptLength, _home
 from headrace.gateway.routing.router import HEADER, Router
 from headrace.gateway.serving.capacity import VariantCapacity
 from headrace.server.server import Server
@@ -76,7 +76,7 @@ def test_what_was_placed_since_the_prediction_counts() -> None:
     placed: list[str] = []
     for number in range(12):
         variant = names(order.sort(STEPS[:2], "chat", b"%d" % number, 0.0))[0]
-        order.place(variant)
+        order.place(variant, STEPS[:2], b"%d" % number)
         placed.append(variant)
     # Each adds 256 tokens at 1000 tokens/s: a is at 0.612 s after two.
     assert placed[:4] == ["a", "a", "b", "a"]
@@ -158,3 +158,26 @@ async def test_requests_go_to_the_server_that_predicts_the_shortest_wait() -> No
                 "host0": 100.0,
                 "host1": 9000.0,
             }
+
+
+def test_a_long_prompt_goes_where_it_is_read_sooner_and_is_read_in_part_at_home() -> None:
+    known = {"a": capacity(0.1, speed=500.0), "b": capacity(0.3, speed=4000.0)}
+    order = order_of(**known)
+    two = STEPS[:2]
+    homes = {_home(two, b"%d" % number).variant: b"%d" % number for number in range(20)}
+    assert names(order.sort(two, "chat", homes["a"], 0.0, PromptLength(20, 20))) == "ab"
+    assert names(order.sort(two, "chat", homes["a"], 0.0, PromptLength(4256, 4256))) == "ba"
+    assert order.predict("a", "chat", 4256) == 0.1 + 4000 / 500
+    assert names(order.sort(two, "chat", homes["a"], 0.0, PromptLength(4256, 20))) == "ab"  # it has read the rest
+    assert names(order.sort(two, "chat", homes["b"], 0.0, PromptLength(4256, 20))) == "ba"
+    order.place("a", two, homes["a"], PromptLength(4256, 20))
+    assert order.predict("a", "chat") == 0.1 + 20 / 500
+    order.place("a", two, homes["b"], PromptLength(4256, 20))
+    assert order.predict("a", "chat") == 0.1 + 4276 / 500
+
+
+def test_the_router_estimates_how_long_a_prompt_is() -> None:
+    config = RoutingConfig(chains={"hosts": ChainConfig(steps=STEPS[:2], order="capacity", home_ms=1.0)})
+    router = Router(config, order=order_of(a=capacity(0.1, speed=500.0), b=capacity(0.3, speed=4000.0)))
+    assert router.route(exchange_of(asked_for("Why?"), variant="a")).variant == "a"
+    assert router.route(exchange_of(asked_for("Why? " * 3000), variant="a")).variant == "b"

@@ -13,6 +13,7 @@ import pytest
 from headrace.config.breaker_section import BreakerConfig
 from headrace.config.routing_section import CascadeConfig, HedgeConfig, RoutingConfig
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, LabelledAnswer, write_labelled
 from headrace.gateway.routing.composite_answerer import Answerer, RoutingDecision, derive_exchange
@@ -159,6 +160,10 @@ def test_what_is_not_well_is_left_out_of_a_chain_unless_nobody_is_well() -> None
     assert [plan.variant, *(step.variant for step in plan.steps)] == ["mini", "cloud", "draft"]
 
 
+def lacks(variant: str, text_request: TextRequest) -> str | None:
+    return "it reads no images" if variant == "draft" and images_of(text_request.messages) else None
+
+
 def test_images_go_to_variants_that_read_them() -> None:
     sections = {
         "rules": [
@@ -171,7 +176,7 @@ def test_images_go_to_variants_that_read_them() -> None:
         "cascades": {"two": CASCADE},
         "chains": {"three": {"steps": [{"variant": "draft"}, {"variant": "mini"}, {"variant": "cloud"}]}},
     }
-    router = Router(config_of(**sections), reads_images=lambda variant: variant != "draft", wall=lambda: 0.0)
+    router = Router(config_of(**sections), why_not_for=lacks, wall=lambda: 0.0)
     image = {"role": "user", "content": "\ufffc", "images": [{"url": "data:image/png;base64,aa"}]}
 
     def plan(surface: str, messages: list[dict[str, Any]]) -> RoutePlan:

@@ -115,6 +115,23 @@ async def test_rules_choose_by_what_a_request_is_like(tmp_path: Path) -> None:
 
 
 @asynchronous
+async def test_rules_look_at_the_tokens_of_the_prompt_as_the_client_sent_it(tmp_path: Path) -> None:
+    rules = (
+        rule("long", when={"least_tokens": 150}, variant="large"),
+        rule("short", when={"most_tokens": 60}, variant="small"),
+    )
+    async with routed(tmp_path, RoutingConfig(rules=rules), "large", "small") as (running, _):
+        for count, model in ((1, "small"), (100, "mini"), (200, "large")):
+            answer = await running.chat("a " * count, key=RED)
+            assert answer.json["model"] == model, count
+        answer = await running.chat("Why?", key=RED, sources=[{"id": "a", "text": "a " * 200}])
+        assert answer.json["model"] == "large"  # sources are in the prompt
+        answer = await running.chat("a " * 9000, key=RED)
+        assert answer.status == 400
+        assert "large" in answer.json["error"]["message"]  # also what fits nowhere has a length
+
+
+@asynchronous
 async def test_a_split_keeps_a_conversation_where_it_is(tmp_path: Path) -> None:
     splits = {"half": SplitConfig(percent={"mini": 50.0, "other": 50.0})}
     routing = RoutingConfig(rules=(rule("canary", split="half"),), splits=splits)

@@ -6,8 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from headrace.config.upstream_section import UpstreamConfig
 from headrace.engine.interface.request import GenerationRequest
 from headrace.gateway.serving.capacity import CapacityMonitor
+from headrace.gateway.upstreams.remote_capacity import RemoteCapacity
+from headrace.gateway.upstreams.upstream import Upstream
 from tests.gateway.serving.test_pinned_prompts import PinningEngine, fleet_of
 from tests.support.clock import Clock
 from tests.support.running_server import CHAT, asynchronous, serving, words
@@ -55,6 +60,8 @@ async def test_replicas_are_added_up_and_the_soonest_answers() -> None:
         "running": 4,
         "waiting": 2,
     }
+    adapter = replace(monitor._fleet.served["mini"], name="mini:shop", base="mini")
+    assert monitor.as_json([adapter]) == [{**found, "model": "mini:shop"}]  # the variant computes it
     expected = {"x-headrace-capacity-ttft-ms": "100", "x-headrace-capacity-tokens-per-s": "100"}
     assert monitor.headers("mini", "voice") == expected
     clock.now += 6.0  # old values count as unknown
@@ -74,6 +81,48 @@ async def test_a_server_sheds_when_no_model_answers_in_time_until_one_does_again
     never = CapacityMonitor(fleet_of(mini=slow))
     await never.measure()
     assert not never.overloaded
+
+
+@asynchronous
+async def test_a_model_that_writes_no_text_does_not_hide_an_overload() -> None:
+    fleet = fleet_of(mini=Measured(9.0), encoder=Measured(0.01))
+    fleet.served["encoder"].kind = "encoder"
+    monitor = CapacityMonitor(fleet, shed_ttft_s=2.0)
+    await monitor.measure()
+    assert monitor.overloaded
+
+
+@asynchronous
+async def test_a_gateway_of_upstreams_sheds_when_none_of_them_answers_in_time() -> None:
+    fleet = fleet_of(near=Measured(), far=Measured())
+    clock = Clock()
+    upstreams = [
+        Upstream(name, UpstreamConfig(url="http://127.0.0.1:9/v1", kind="headrace"), clock=clock)
+        for name in fleet.served
+    ]
+    for served, upstream in zip(fleet.served.values(), upstreams, strict=True):
+        served.upstream = upstream
+    monitor = CapacityMonitor(fleet, shed_ttft_s=2.0, clock=clock)
+
+    async def overloaded(*said: tuple[str, float] | None) -> bool:
+        for upstream, each in zip(upstreams, said, strict=True):
+            known = None if each is None else RemoteCapacity(each[0], clock(), {"chat": each[1]} if each[1] else {})
+            upstream._capacity = known
+        await monitor.measure()
+        return monitor.overloaded
+
+    assert not await overloaded(None, None)  # other kinds of servers predict nothing
+    assert not await overloaded(("ready", 9.0), None)
+    assert not await overloaded(("ready", 9.0), ("ready", 1.0))
+    assert await overloaded(("ready", 9.0), ("overloaded", 0.0))
+    assert await overloaded(("ready", 1.9), ("draining", 0.0))  # above 0.7 of the bound
+    upstreams[1].set_healthy(False)
+    assert not await overloaded(("ready", 0.1), None)
+    assert await overloaded(("overloaded", 0.0), None)
+    upstreams[0].set_healthy(False)
+    assert not await overloaded(None, None)  # an outage is no overload
+    for upstream in upstreams:
+        await upstream.close()
 
 
 def test_a_busy_engine_predicts_longer_waits_and_less_room(tiny_folder: Path) -> None:

@@ -111,6 +111,7 @@ async def test_a_request_that_ends_after_its_tenant_left_recordings_is_not_kept(
         say(engine.streams[0], "It is Paris [1].", end=True)
         assert (await asked).headers["x-headrace-golden"] == "citations"
         assert (await running.ask("GET", "/admin/v1/hard-cases", **root)).body == b""
+    assert list(tmp_path.rglob("*.jsonl")) == []  # nor is it recorded
 
 
 @asynchronous

@@ -14,9 +14,12 @@ from headrace.config import KeyConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.routing_section import RoutingConfig, ShadowConfig
 from headrace.config.tenant_section import TenantConfig
+from headrace.engine.interface.request import AdapterRef
 from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
+from headrace.gateway.output.tool_formats import TOOL_FORMATS
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.similarity import lexical_overlap
+from headrace.lab.online.online_lab import _runs_here
 from headrace.lab.online.shadows import Shadow
 from tests.support.caching_server import BOSS, KEYS, PATH, RED, Caching, caching, finish, question
 from tests.support.config_text import mistakes
@@ -141,6 +144,33 @@ async def test_copies_wait_for_an_idle_server_if_they_are_told_to(tmp_path: Path
         finish(stream)
         await until(lambda: shadow.outcomes["copied"] == 2)
         client.leave()
+
+
+@asynchronous
+async def test_copies_for_an_engine_of_this_machine_wait_for_an_idle_server_by_default(tmp_path: Path) -> None:
+    async with shadowed(tmp_path) as (running, _, shadow):
+        assert shadow.when == "idle"
+        assert (await running.ask("GET", "/admin/v1/shadows/trial", **BOSS)).json["when"] == "idle"
+        config, [served] = running.server.config, [running.server.fleet.served["mini@new"]]
+        assert _runs_here(config, served)
+        elsewhere = replace(config.models["mini"], workers=("tcp://10.0.0.9:9000",))
+        assert not _runs_here(replace(config, models={**config.models, "mini": elsewhere}), served)
+    async with shadowed(tmp_path, when="always") as (_, _, shadow):
+        assert shadow.when == "always"
+
+
+@asynchronous
+async def test_requests_that_the_shadow_cannot_answer_are_not_copied(tmp_path: Path) -> None:
+    async with shadowed(tmp_path) as (running, engine, shadow):
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        running.server.fleet.served["mini"].tools = TOOL_FORMATS["hermes"]
+        assert (await running.chat("Hello", key=RED, tools=tools)).status == 200
+        adapter = replace(running.server.fleet.served["mini"], adapter=AdapterRef("shop", "", "00"), base="mini")
+        running.server.fleet.adapters["mini:shop"] = replace(adapter, name="mini:shop")
+        assert (await running.chat("Hello", key=RED, model="mini:shop")).json["model"] == "mini:shop"
+        await running.chat("Hello", key=RED)
+        await seen(running, shadow, "copied")
+        assert (len(engine.streams), shadow.outcomes) == (1, {"copied": 1})
 
 
 @asynchronous

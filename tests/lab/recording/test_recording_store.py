@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import errno
+import io
 import os
 import stat
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from headrace.config import ConfigError
 from headrace.lab.comparison.answer import Answer
+from headrace.lab.recording import recording_store
 from headrace.lab.recording.line_cipher import LineCipher, RecordingError
 from headrace.lab.recording.recorded_request import RecordedRequest, read_trace, write_trace
 from headrace.lab.recording.recording_store import RecordingStore
@@ -73,6 +76,26 @@ def test_the_oldest_go_when_the_bytes_are_used_up(tmp_path: Path) -> None:
     left = [each.arrived for each in kept.read("acme")]
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 65_536
     assert 20 < len(left) < 60
+
+
+def test_a_line_that_a_full_disk_cut_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = store(tmp_path)
+    first, lost, after = record(), record(arrived=1001.0), record(arrived=1002.0)
+    kept.append(first)
+
+    class FullDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(bytes(data)[:20])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            recording_store, "open", lambda path, mode, opener: FullDisk(path, mode, opener=opener), raising=False
+        )
+        with pytest.raises(OSError, match="No space"):
+            kept.append(lost)
+    kept.append(after)
+    assert list(kept.read("acme")) == [first, after]
 
 
 def test_old_recordings_go(tmp_path: Path) -> None:

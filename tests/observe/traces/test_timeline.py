@@ -37,6 +37,18 @@ def test_a_generation_is_split_by_the_times_of_the_engine() -> None:
     ]
 
 
+def test_an_answer_that_was_held_was_decoded_before_its_first_output() -> None:
+    made = timeline(generate=1.0, settle=4.0, end=4.0)
+    times = GenerationTimes(first_at=3.5, last_at=3.75, queue_s=0.25, prefill_s=0.5, decode_s=1.75)
+    assert spans(made, times)[1:-1] == [
+        ("hop", 1.0, 1.25),
+        ("queue", 1.25, 1.5),
+        ("prefill", 1.5, 2.0),
+        ("decode", 2.0, 3.75),
+        ("post", 3.75, 4.0),
+    ]
+
+
 def test_an_answer_from_a_cache_is_replayed() -> None:
     made = timeline(generate=1.0, settle=2.0, end=2.0)
     assert ("replay", 1.0, 2.0) in spans(made, GenerationTimes(1.5, 1.75, 0.0, 0.0, "exact"))
@@ -56,12 +68,12 @@ def test_a_generation_without_output_is_a_wait() -> None:
 seconds = st.floats(0.0, 100.0, allow_nan=False)
 
 
-@given(seconds, seconds, seconds, seconds, seconds, seconds, st.sampled_from(["", "exact", "shared"]))
+@given(seconds, seconds, seconds, seconds, seconds, seconds, seconds, st.sampled_from(["", "exact", "shared"]))
 def test_stages_have_no_gaps_whatever_an_engine_reports(
-    start: float, length: float, first: float, last: float, queue: float, prefill: float, source: str
+    start: float, length: float, first: float, last: float, queue: float, prefill: float, decode: float, source: str
 ) -> None:
     made = timeline(generate=start, settle=start + length, end=start + length + 1.0)
-    stages = made.stages(GenerationTimes(first, last, queue, prefill, source))
+    stages = made.stages(GenerationTimes(first, last, queue, prefill, source, decode))
     assert stages[0].began == 0.0
     assert stages[-1].ended == made.ended
     for one, next in itertools.pairwise(stages):
@@ -70,7 +82,7 @@ def test_stages_have_no_gaps_whatever_an_engine_reports(
     sums: dict[str, float] = {}
     for stage in stages:
         sums[stage.name] = sums.get(stage.name, 0.0) + stage.seconds
-    assert made.seconds_by_stage(GenerationTimes(first, last, queue, prefill, source)) == sums
+    assert made.seconds_by_stage(GenerationTimes(first, last, queue, prefill, source, decode)) == sums
     assert abs(sum(sums.values()) - made.ended) < 1e-6
 
 

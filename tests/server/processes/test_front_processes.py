@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from headrace.config import (
     AdminConfig,
     BudgetConfig,
@@ -25,6 +27,7 @@ from headrace.config import (
     StorageConfig,
     TenantConfig,
 )
+from headrace.config.routing_section import GoldenConfig, RoutingConfig
 from headrace.server.server import Server
 from tests.support import fake_upstream
 from tests.support.fake_upstream import Line, chunk, faking, sse, used
@@ -36,11 +39,17 @@ CONNECTIONS = 24  # the chance that all are of one process is 1 in 8 million
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, finish: asyncio.Event, **tenant: Any) -> AsyncGenerator[Server]:
+async def serving(
+    folder: Path, finish: asyncio.Event, *, routing: RoutingConfig | None = None, **tenant: Any
+) -> AsyncGenerator[Server]:
     """A server of two processes before an upstream whose streams wait for `finish` after two words."""
 
     async def answer(line: Line) -> None:
         await line.head()
+        if line.heard.json["model"] == "better":
+            text = [chunk('{"a": 1}'), chunk(finish="stop"), used(prompt_tokens=10, completion_tokens=5)]
+            await line.say(sse(chunk(delta={"role": "assistant", "content": ""}), *text))
+            return
         await line.say(sse(chunk(delta={"role": "assistant", "content": ""}), chunk("one "), chunk("two "), done=False))
         if line.heard.json.get("max_tokens") != 3:
             await finish.wait()
@@ -50,7 +59,8 @@ async def serving(folder: Path, finish: asyncio.Event, **tenant: Any) -> AsyncGe
         upstream = fake_upstream.config(fake, tokenizer="mini")
         config = Config(
             server=ServerConfig(port=0, processes=2, drain_s=60.0),
-            models={"fake": ModelConfig(upstream=upstream)},
+            models={"fake": ModelConfig(upstream=upstream, upstreams={"golden": replace(upstream, model="better")})},
+            routing=routing or RoutingConfig(),
             storage=StorageConfig(folder=str(folder)),
             log=LogConfig(level="warning"),
             keys=(KeyConfig(name="admin", key=ADMIN, admin="write"), KeyConfig(name="user", key=USER, tenant="acme")),
@@ -182,7 +192,7 @@ async def test_a_key_that_is_revoked_is_revoked_in_all_processes(tmp_path: Path)
 
 
 @asynchronous
-async def test_every_process_answers_for_files_metrics_and_recent_requests(tmp_path: Path) -> None:
+async def test_every_process_answers_for_files_metrics_and_requests(tmp_path: Path) -> None:
     async with serving(tmp_path, asyncio.Event()) as server:
         clients = [await connect(server) for _ in range(CONNECTIONS)]
         before = await answered(clients[0])
@@ -194,6 +204,28 @@ async def test_every_process_answers_for_files_metrics_and_recent_requests(tmp_p
             assert (await each.ask("GET", "/v1/files", authorization=f"Bearer {USER}")).json["data"] == []
             assert await answered(each) == before + CONNECTIONS
             assert (await each.ask("GET", "/v1/nothing")).status == 404
+        for each in clients:
+            await begin(each)
+        assert 0 < server.context.running < CONNECTIONS
+        client = await connect(server)
+        capacity = await client.ask("GET", "/v1/capacity", authorization=f"Bearer {USER}")
+        assert capacity.json["free_requests"] == 2 * 4096 - CONNECTIONS
+        live = await admin(client, "GET", "/admin/v1/live")
+        assert live.json["traffic"]["running"] == CONNECTIONS
+
+
+@asynchronous
+async def test_every_process_falls_back_to_the_golden_variant_and_the_main_one_keeps_the_cases(tmp_path: Path) -> None:
+    golden = RoutingConfig(golden=GoldenConfig(checks=("json",)))
+    async with serving(tmp_path, asyncio.Event(), routing=golden, record=True) as server:
+        for each in [await connect(server) for _ in range(CONNECTIONS)]:
+            answer = await chat(each, response_format={"type": "json_object"})
+            assert (answer.json["model"], answer.headers["x-headrace-golden"]) == ("fake@golden", "json")
+        assert await answered_by_fronts(server) > 0
+        cases = server._lab.hard_cases
+        assert cases is not None
+        await until(lambda: len(cases.cases) == CONNECTIONS)
+        assert {(case.check, case.variant, case.record.tenant) for case in cases.cases} == {("json", "fake", "acme")}
 
 
 @asynchronous

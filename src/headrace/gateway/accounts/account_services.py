@@ -42,11 +42,12 @@ class AccountServices:
         fast: FastConfig | None = None,
         caches: Mapping[str, InvalidatableCache] | None = None,
         events: Mapping[str, Sequence[str]] | None = None,
+        lossless: bool = False,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`served`: variants by their full names; `events`: the cache tags that each event ends. ConfigError for a key
-        without its secret."""
+        """`served`: variants by their full names; `events`: the cache tags that each event ends; `lossless`: no
+        technique may be turned on that may change an answer. ConfigError for a key without its secret."""
         admin, fast = admin or AdminConfig(), fast or FastConfig()
         clock = ForwardClock(clock)  # an expired key must not come back when the machine's clock is set back
         self.shared = AccountSync(
@@ -76,6 +77,7 @@ class AccountServices:
             served=served,
             most_fast_s=fast.most_s,
             events=events,
+            lossless=lossless,
             clock=clock,
         )
 
@@ -100,6 +102,7 @@ class AccountServices:
             fast=config.fast,
             caches=caches,
             events=config.cache.exact.events,
+            lossless=config.safety.lossless_only,
         )
 
     async def start(self) -> None:

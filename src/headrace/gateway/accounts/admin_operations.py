@@ -82,6 +82,7 @@ class AdminOperations:
         served: Collection[str],  # models and variants
         most_fast_s: float = 86_400.0,
         events: Mapping[str, Sequence[str]] | None = None,  # tags by configured cache event
+        lossless: bool = False,  # safety.lossless_only
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.shared = shared
@@ -92,6 +93,7 @@ class AdminOperations:
         self._served = served
         self._most_fast_s = most_fast_s
         self._events = events or {}
+        self._lossless = lossless
         self._clock = clock
 
     async def _make(self, plan: ChangePlan[Result]) -> Result:
@@ -222,6 +224,8 @@ class AdminOperations:
         for path, why in check_tenant(settings, self._served):
             raise invalid_request(f"Invalid '{path}': {why}.", path)
         caches = settings.caches
+        if self._lossless:
+            _check_lossless(settings)
         for cache, mode in (("exact", caches.exact), ("semantic", caches.semantic), ("results", caches.results)):
             if mode not in (None, "off") and cache not in self._invalidations.caches:
                 raise invalid_request(
@@ -462,6 +466,21 @@ class AdminOperations:
             record = await self._make(plan)
         removed = await self._invalidations.make_own(id, record)
         return {"object": "invalidation", "id": id, "tags": list(found), "tenant": tenant, "removed": removed}
+
+
+def _check_lossless(settings: TenantConfig) -> None:
+    if settings.caches.semantic not in (None, "off"):
+        raise invalid_request(
+            "Invalid 'caches.semantic': safety.lossless_only turns the semantic cache off on this server.",
+            "caches.semantic",
+        )
+    for place, budget in enumerate(settings.budgets):
+        if budget.then:
+            raise invalid_request(
+                f"Invalid 'budgets[{place}].then': with safety.lossless_only no other variant answers once the budget "
+                "is spent. Leave 'then' out.",
+                f"budgets[{place}].then",
+            )
 
 
 def page_of(names: Sequence[str], after: str | None, limit: int) -> ListPage[str]:

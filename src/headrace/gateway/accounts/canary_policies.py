@@ -9,8 +9,12 @@ from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.routing.canary_routes import CanaryRoute, CanaryRoutes
 
 
-def canary_updater(routes: CanaryRoutes, served: Collection[str]) -> Callable[[AccountChanges], None]:
-    """Return a listener that follows changes of the records. Variants that are not served any more get no requests."""
+def canary_updater(
+    routes: CanaryRoutes, served: Collection[str], *, measured: bool = True
+) -> Callable[[AccountChanges], None]:
+    """Return a listener that follows changes of the records. Variants that are not served any more get no requests.
+
+    `measured`: False if nothing compares the arms here; then only promoted candidates get requests."""
 
     def take(changes: AccountChanges) -> None:
         found = {} if changes.whole else dict(routes.by_control)
@@ -18,7 +22,12 @@ def canary_updater(routes: CanaryRoutes, served: Collection[str]) -> Callable[[A
             if record.kind != "canary":
                 continue
             value = record.value
-            if isinstance(value, CanaryRecord) and value.percent and {record.id, value.candidate} <= set(served):
+            if (
+                isinstance(value, CanaryRecord)
+                and (measured or value.phase == "promoted")
+                and value.percent
+                and {record.id, value.candidate} <= set(served)
+            ):
                 found[record.id] = CanaryRoute(value.run, value.candidate, value.percent, value.unit)
             else:
                 found.pop(record.id, None)

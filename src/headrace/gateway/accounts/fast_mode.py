@@ -80,7 +80,7 @@ class FastModeSwitches:
 
     def fast(self, tenant: str, model: str) -> FastModeState | None:
         """Return what to change in a tenant's request to a model or variant; None if fast mode is off."""
-        if not self._held:
+        if not self._held or not self.declared:
             return None
         held = self._live(tenant) or self._live(ALL_TENANTS)
         if held is None or not held.value.on:

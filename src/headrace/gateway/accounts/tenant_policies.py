@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from headrace.config import Config, LimitSet
 from headrace.config.tenant_section import TenantConfig
 from headrace.gateway.accounts.account_store import AccountChanges
@@ -70,14 +72,14 @@ def settings_of(caller: Caller) -> TenantConfig:
 
 
 def budget_updater(
-    directory: AccountDirectory, declare: Callable[[str, TenantBudgets | None], object]
+    directory: AccountDirectory, declare: Callable[[str, TenantBudgets | None], object], *, falls: bool = True
 ) -> Callable[[AccountChanges], None]:
     """Declare the configured tenants' budgets and return a listener that follows changes of the others.
 
-    `declare`: Ledger.declare.
+    `declare`: Ledger.declare. `falls`: a spent budget may fall back to another variant.
     """
     for name, settings in directory.declared_tenants.items():
-        declare(name, _budgets(settings))
+        declare(name, _budgets(settings, falls))
     known: set[str] = set()
 
     def take(changes: AccountChanges) -> None:
@@ -90,13 +92,16 @@ def budget_updater(
                 declare(name, None)
             else:
                 known.add(name)
-                declare(name, _budgets(directory.settings_of(name)))
+                declare(name, _budgets(directory.settings_of(name), falls))
 
     return take
 
 
-def _budgets(settings: TenantConfig) -> TenantBudgets:
-    return TenantBudgets(settings.budgets, settings.budget_fail)
+def _budgets(settings: TenantConfig, falls: bool) -> TenantBudgets:
+    budgets = settings.budgets
+    if not falls:
+        budgets = tuple(replace(budget, then="", allowance_micros=0) for budget in budgets)
+    return TenantBudgets(budgets, settings.budget_fail)
 
 
 CacheName = Literal["exact", "semantic", "results"]

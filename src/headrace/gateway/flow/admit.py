@@ -68,6 +68,8 @@ async def _reserve_budget(state: FlowState, max_tokens: int, scopes: Sequence[Li
     falls = exchange.served.adapter is None  # no other variant gives the answers of an adapter
     entry = ledger_entry(state)
     verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=max_tokens, falls=falls)
+    if isinstance(verdict, FallbackVariant) and _lacks(state, verdict.variant):
+        verdict = await services.ledger.reserve(entry, output_tokens=likely, most_tokens=max_tokens, falls=False)
     if isinstance(verdict, FallbackVariant):
         state.shaping.changes.append(ShapingChange("budget", exchange.served.name, verdict.variant))
         exchange.served = services.fleet.served[verdict.variant]
@@ -87,6 +89,11 @@ async def _reserve_budget(state: FlowState, max_tokens: int, scopes: Sequence[Li
     if isinstance(verdict, BudgetRefusal):
         raise verdict.error()
     admission.has_ledger_hold = True
+
+
+def _lacks(state: FlowState, variant: str) -> bool:
+    """True if the request has something that a variant cannot take, such as images."""
+    return state.services.fleet.served[variant].why_not_for(state.exchange.text_request) is not None
 
 
 def ledger_entry(state: FlowState, *, id: str = "", variant: str = "", counted: bool = True) -> LedgerEntry:

@@ -46,7 +46,8 @@ def degrade(state: FlowState) -> None:
         None if served.adapter is not None else find_smaller_variant(served.name, plan.variants, services.fleet.served)
     )
     is_routed = bool(state.plan.steps) or state.plan.is_composed
-    if smaller is not None and allows_model(exchange.caller, smaller) and not is_routed:
+    can_answer = smaller is not None and services.fleet.served[smaller].why_not_for(text_request) is None
+    if smaller is not None and can_answer and allows_model(exchange.caller, smaller) and not is_routed:
         exchange.served = services.fleet.served[smaller]
         state.plan = RoutePlan(smaller, rewrite=state.plan.rewrite, decisions=state.plan.decisions)
         degradation.record.add("variant", ShapingChange("variant", served.name, smaller))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -44,6 +44,7 @@ class Shaping(msgspec.Struct):
     changes: list[ShapingChange] = []  # beside those that the ladder made
     sources: SelectedSources | None = None
     prompt_limit: int | None = None  # tokens, set by fast mode
+    charges: list[VariantCharge] = []  # what a summary of the conversation has cost, which is charged already
 
 
 class Admission(msgspec.Struct):
@@ -58,7 +59,6 @@ class Lookups(msgspec.Struct):
 
     exact: ExactLookup | None = None
     semantic: SemanticLookup | None = None
-    running: asyncio.Future[SemanticLookup] | None = None  # in the semantic cache
     charges: list[VariantCharge] = []  # what verifying a hit has cost, whether it became one or not
 
 
@@ -121,6 +121,7 @@ class FlowState(msgspec.Struct):
     observed: ObservedAnswer | None = None  # the answer, collected for observers
     wait: WaitTicket | None = None  # for the first token
     delivery: Delivery = msgspec.field(default_factory=Delivery)
+    running: asyncio.Future[Any] | None = None  # work beside the answer, which ends where the client leaves
     is_client_gone: bool = False
     ended_by: ApiError | None = None  # ended from outside, with this error for the client
     outcome: Outcome | None = None  # set by `settle`
@@ -129,6 +130,11 @@ class FlowState(msgspec.Struct):
     def is_stopped(self) -> bool:
         """True if the answer ends here, because the client has left or may not have it any more."""
         return self.is_client_gone or self.ended_by is not None
+
+    def is_only_work_cancelled(self, work: asyncio.Future[Any]) -> bool:
+        """True if a CancelledError is from work that ended with the answer, and the request's own task goes on."""
+        task = asyncio.current_task()
+        return self.is_stopped and work.cancelled() and (task is None or task.cancelling() == 0)
 
     @property
     def shared_generation(self) -> SharedGeneration | None:

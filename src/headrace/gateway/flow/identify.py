@@ -30,7 +30,9 @@ def identify(state: FlowState) -> None:
         return
     exchange.headers["x-headrace-fast"] = "on"
     if fast_mode.variant is not None and exchange.served.adapter is None:
-        exchange.served = services.fleet.served[fast_mode.variant]
+        fast = services.fleet.served[fast_mode.variant]
+        if fast.why_not_for(text_request) is None:
+            exchange.served = fast
     text_request = exchange.text_request
     if fast_mode.slow_tools and text_request.tools and text_request.choosing == "auto":
         fast_tools = tuple(tool for tool in text_request.tools if tool.name not in fast_mode.slow_tools)

@@ -7,6 +7,7 @@ computes is the caller's work and is charged to the caller. Does not know entrie
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
 
 _TOP: Final = 20  # likeliest first tokens among which yes and no are looked for; upstreams give no more
+_ENGINE_SHARE: Final = 0.9  # of the time that a verification may take
 # The questions come last, so that the rest of the prompt is in the prefix cache from the second pair on.
 _INSTRUCTION: Final = """\
 Decide whether two questions ask for exactly the same thing, so that one answer is right for both. Different words for \
@@ -52,10 +54,20 @@ Now decide about these. Reply with one word, yes or no.
 
 
 class ModelVerifier:
-    def __init__(self, services: Services, exchange: Exchange, served: ServedVariant, *, least: float = 0.5) -> None:
-        """`least`: a lower score refuses the pair, so the second order is not asked after it."""
+    def __init__(
+        self,
+        services: Services,
+        exchange: Exchange,
+        served: ServedVariant,
+        *,
+        least: float = 0.5,
+        wait_s: float | None = None,
+    ) -> None:
+        """`least`: a lower score refuses the pair, so the second order is not asked after it. `wait_s`: seconds that
+        a score may take; the engine ends a little earlier by itself, and says what it has computed."""
         self.variant = served.name
         self._least = least
+        self._due = None if wait_s is None else time.monotonic() + wait_s * _ENGINE_SHARE
         self._services = services
         self._exchange = exchange
         self._served = served
@@ -78,11 +90,17 @@ class ModelVerifier:
             max_tokens=1,
             think=False,
             surface=self._exchange.surface,
+            deadline_s=self._deadline_s(),
         )
         part = derive_exchange(self._exchange, self._served, text_request)
         part.prompts = {}
         self._parts.append(part)
         return probability_of_yes((await self._services.dispatcher.generate(part))[0])
+
+    def _deadline_s(self) -> float | None:
+        """Return the seconds from the request's arrival until the engine is to end."""
+        ends = [each for each in (self._due, self._exchange.deadline) if each is not None]
+        return min(ends) - self._exchange.arrival if ends else None
 
 
 def verification_messages(first: str, second: str) -> list[dict[str, Any]]:
@@ -129,4 +147,5 @@ def verifier_for(state: FlowState) -> HitVerifier | None:
     served = exchange.served if name == ANSWERING_MODEL else services.fleet.served[name]
     if served.ranking is not None:
         return RerankerVerifier(served, exchange.caller, surface=exchange.surface)
-    return ModelVerifier(services, exchange, served, least=semantic.config.verify_least)
+    config = semantic.config
+    return ModelVerifier(services, exchange, served, least=config.verify_least, wait_s=config.verify_wait_ms / 1e3)

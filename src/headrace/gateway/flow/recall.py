@@ -89,7 +89,7 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
     assert semantic is not None
     began = time.monotonic()
     verifier = _verifier(state) if semantic.config.verify else None
-    running = state.lookups.running = asyncio.ensure_future(
+    running = state.running = asyncio.ensure_future(
         semantic.recall(
             exchange.caller.tenant,
             exchange.text_request,
@@ -106,24 +106,18 @@ async def look_up_semantic(state: FlowState) -> SemanticLookup:
         serves = semantic.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).serves
         if verifier is not None and serves:
             _charge_verification(state, verifier.variant, verifier.usage)
-        if not state.is_stopped or not running.cancelled() or _is_cancelled():
+        if not state.is_only_work_cancelled(running):
             raise
         from headrace.gateway.caches.semantic.semantic_cache import SemanticLookup
 
         lookup = SemanticLookup("unavailable", exchange.caller.tenant, "stopped")
     finally:
-        state.lookups.running = None
+        state.running = None
     known: dict[str, Any] = {"reason": lookup.reason} if lookup.reason else {}
     exchange.timeline.part("recall", "semantic", began, outcome=lookup.outcome, **known)
     if (found := lookup.verification) is not None:
         _note_verification(state, lookup, found)
     return lookup
-
-
-def _is_cancelled() -> bool:
-    """True if the request's own task is to end, not only what it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _charge_verification(state: FlowState, variant: str, usage: TokenUsage) -> None:

@@ -253,7 +253,8 @@ def _cost(state: FlowState, outcome: Outcome, facts: AnswerFacts | None) -> int 
             micros = price.hit_micros(*_priced(exchange.usage)) if exchange.cut_by else 0
         case _:
             micros = 0
-    return micros + sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in state.lookups.charges)
+    beside = (*state.lookups.charges, *state.shaping.charges)
+    return micros + sum(prices.of(each.variant).micros(*_priced(each.usage)) for each in beside)
 
 
 def _priced(usage: TokenUsage) -> tuple[int, int, int, int]:

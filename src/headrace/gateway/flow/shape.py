@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.semantic.semantic_entry import with_example
 from headrace.gateway.degradation.shaping.message_fitting import fit_request, number_sources
 from headrace.gateway.flow.flow_state import FlowState
 from headrace.gateway.flow.recall import look_up_exact, look_up_semantic
 from headrace.gateway.flow.summariser import ModelSummariser
+from headrace.gateway.routing.composite_answerer import derive_exchange
 from headrace.gateway.serving.engine_answering import prompts_of
-from headrace.gateway.serving.prompt_length import prompt_tokens
+from headrace.gateway.serving.prompt_length import estimated_prompt_tokens, prompt_tokens
+from headrace.observe.traces.timeline import Timeline
 
 
 async def shape(state: FlowState) -> None:
@@ -28,7 +32,7 @@ async def shape(state: FlowState) -> None:
             limit = degraded_limit if limit is None else min(limit, degraded_limit)
         # A summary costs a generation, so there is none under pressure.
         summarises = plan is None and "summarise" in (services.shaping.overflow, exchange.text_request.overflow)
-        summariser = ModelSummariser(services, exchange) if summarises else None
+        summariser = ModelSummariser(state) if summarises else None
         fitted = await fit_request(exchange.text_request, exchange.served, services.shaping, limit, summariser)
         exchange.text_request = fitted.text_request
         if history_limit is not None:
@@ -38,6 +42,21 @@ async def shape(state: FlowState) -> None:
         else:
             shaping.changes += (*changes, *fitted.changes)
     await tokenise(state)
+
+
+async def measure(state: FlowState) -> None:
+    """Set the length of the prompt as the client sent it, for the rules of routing: before a variant is chosen, by the
+    tokenizer of the one that is named. It is estimated where the prompt does not fit or cannot be counted."""
+    exchange, text_request = state.exchange, state.exchange.text_request
+    try:
+        if text_request.messages is not None:
+            text_request, _ = number_sources(text_request, exchange.served, state.services.shaping)
+        asked = derive_exchange(exchange, exchange.served, text_request)
+        # What is shaped later is not this prompt, and neither are its tokens and times.
+        exchange.prompt_tokens = await prompt_tokens(replace(asked, prompts={}, notes={}, timeline=Timeline()))
+    except ApiError as error:
+        least = exchange.served.context if error.code == "context_length_exceeded" else 1
+        exchange.prompt_tokens = max(least, estimated_prompt_tokens(exchange.text_request))
 
 
 async def tokenise(state: FlowState) -> None:

@@ -33,7 +33,7 @@ from headrace.gateway.flow.identify import identify
 from headrace.gateway.flow.recall import recall, replace_error
 from headrace.gateway.flow.services import Services
 from headrace.gateway.flow.settle import settle
-from headrace.gateway.flow.shape import prime, shape
+from headrace.gateway.flow.shape import measure, prime, shape
 from headrace.gateway.requests.text_request import ChoiceDelta, SourceText, TakeDelta
 from headrace.gateway.routing.golden import failed_golden_check
 from headrace.gateway.routing.plan_composer import routing_decisions
@@ -82,6 +82,8 @@ class TextFlow:
         timeline.enter("route")
         requested = self.exchange.text_request
         identify(state)
+        if state.services.dispatcher.router.counts_tokens:
+            await measure(state)
         _route(state)
         if observers := state.services.answer_observers:
             state.observed = ObservedAnswer.of(observers, self.exchange, state.plan, requested)
@@ -147,8 +149,8 @@ class TextFlow:
 
     def _stop(self) -> None:
         state = self._state
-        if state.lookups.running is not None:
-            state.lookups.running.cancel()
+        if state.running is not None:
+            state.running.cancel()
         if state.answer is not None:
             state.answer.cancel()
         if state.delivery.extension is not None:

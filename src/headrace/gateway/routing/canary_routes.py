@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.config.routing_section import StepConfig
 from headrace.gateway.routing.composite_answerer import RoutingDecision
-from headrace.gateway.routing.router import RoutePlan, WhyNot
+from headrace.gateway.routing.router import RoutePlan, WhyNot, WhyNotFor
 from headrace.gateway.routing.splits import BUCKETS, bucket_of, conversation_key
 from headrace.gateway.serving.exchange import Caller, Exchange
 
@@ -31,12 +31,19 @@ class CanaryRoute(msgspec.Struct, frozen=True):
 class CanaryRoutes:
     """All of it belongs to one event loop."""
 
-    def __init__(self, conversation: str = "conversation", why_not: WhyNot | None = None) -> None:
-        """`conversation`: key of the metadata that names a conversation."""
+    def __init__(
+        self,
+        conversation: str = "conversation",
+        why_not: WhyNot | None = None,
+        why_not_for: WhyNotFor | None = None,
+    ) -> None:
+        """`conversation`: key of the metadata that names a conversation. `why_not_for`: what a variant lacks for a
+        request; by default nothing."""
         self.may_use: Callable[[Caller, str], bool] = _may_use_all  # whether a caller may use a variant
         self.by_control: Mapping[str, CanaryRoute] = {}
         self._conversation = conversation
         self._why_not = why_not
+        self._why_not_for = why_not_for
 
     def apply(self, exchange: Exchange, plan: RoutePlan) -> RoutePlan:
         """Return the plan with its arm. A request that names a variant gets that variant."""
@@ -45,6 +52,8 @@ class CanaryRoutes:
             return plan
         if not self.may_use(exchange.caller, route.candidate):
             return plan
+        if self._why_not_for is not None and self._why_not_for(route.candidate, exchange.text_request) is not None:
+            return plan  # it says nothing about the candidate's answers
         if route.unit == "tenant":
             key = exchange.caller.tenant.encode()
         else:

@@ -49,10 +49,10 @@ class Dispatcher:
         self.router = Router(
             config,
             self._why_unavailable,
-            reads_images=lambda variant: fleet.variant(variant).reads_images,
+            why_not_for=self._why_not_for,
             order=None if capacity is None else CapacityOrder(capacity),
         )
-        self.canaries = CanaryRoutes(config.conversation, self._why_unavailable)
+        self.canaries = CanaryRoutes(config.conversation, self._why_unavailable, self._why_not_for)
         self._hedgings = hedge_policies(config.hedges, lambda variant: fleet.served[variant].idle)
         upstreams = [name for name, served in fleet.served.items() if served.upstream is not None]
         self._composer = PlanComposer(
@@ -83,6 +83,8 @@ class Dispatcher:
                 why = "no other variant gives the answers of an adapter"
             elif not self.canaries.may_use(exchange.caller, config.variant):
                 why = f"{config.variant} is not among the key's models"
+            elif (lacks := self._why_not_for(config.variant, exchange.text_request)) is not None:
+                why = f"{config.variant}: {lacks}"
             elif (reason := self._why_unavailable(config.variant)) is not None:
                 why = f"{config.variant}: {reason}"
         if why is not None:
@@ -123,6 +125,7 @@ class Dispatcher:
             or text_request.echo
             or text_request.max_tokens == 0
             or not self.canaries.may_use(exchange.caller, golden)
+            or self._why_not_for(golden, text_request) is not None
         ):
             return plan
         return replace(plan, golden=golden)
@@ -160,6 +163,9 @@ class Dispatcher:
         if upstream is None:
             return EngineAnswering(exchange)
         return UpstreamGeneration(exchange, upstream, can_restart=alone and not exchange.text_request.stream)
+
+    def _why_not_for(self, variant: str, text_request: TextRequest) -> str | None:
+        return self._fleet.variant(variant).why_not_for(text_request)
 
     def _why_unavailable(self, variant: str) -> str | None:
         upstream = self._fleet.served[variant].upstream

@@ -24,24 +24,22 @@ from headrace.config.routing_section import (
     RoutingConfig,
     StepConfig,
 )
-from headrace.gateway.images.message_images import images_of
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.routing.calibration import ALWAYS_LARGE, evaluate_threshold, fit_threshold, read_labelled
-from headrace.gateway.routing.capacity_order import CapacityOrder
+from headrace.gateway.routing.capacity_order import CapacityOrder, PromptLength
 from headrace.gateway.routing.complexity import WEIGHTS
 from headrace.gateway.routing.composite_answerer import RoutingDecision
 from headrace.gateway.routing.opening import ROLE, why_not_opened
 from headrace.gateway.routing.rules import RoutingFacts, Rule, first_match
 from headrace.gateway.routing.splits import Split, conversation_key
 from headrace.gateway.serving.exchange import Exchange
+from headrace.gateway.serving.prompt_length import estimated_prompt_tokens
 
 HEADER: Final = "x-headrace-route"
 _MAX_HEADER: Final = 512  # characters
 
 WhyNot = Callable[[str], str | None]  # why a variant is unavailable, or None
-
-
-_TEXT_ONLY: Final = "it reads no images"
+WhyNotFor = Callable[[str, TextRequest], str | None]  # why a variant cannot take a request, or None
 
 
 class RoutePlan(msgspec.Struct, frozen=True):
@@ -111,7 +109,6 @@ class _Choice(msgspec.Struct):
     chain: tuple[str, ChainConfig] | None = None
     cascade: str | None = None
     opening: str | None = None
-    has_images: bool = False  # the request
 
 
 class Router:
@@ -120,20 +117,23 @@ class Router:
         config: RoutingConfig,
         why_not: WhyNot | None = None,
         *,
-        reads_images: Callable[[str], bool] | None = None,
+        why_not_for: WhyNotFor | None = None,
         order: CapacityOrder | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """CalibrationError if the labelled answers of a cascade cannot be read. `reads_images`: whether a variant does;
-        by default every one. `order`: of chains by capacity; by default it is unknown. `wall`: seconds since 1970."""
+        """CalibrationError if the labelled answers of a cascade cannot be read. `why_not_for`: what a variant lacks for
+        a request; by default nothing. `order`: of chains by capacity; by default it is unknown. `wall`: seconds since
+        1970."""
         self.config = config
         self._why_not = why_not or _always_available
-        self._reads_images = reads_images or _always_reads
+        self._lacks = why_not_for or _lacks_nothing
         self._order = order
         self._wall = wall
         self._zone = ZoneInfo(config.timezone)
         self._weights = WEIGHTS if config.complexity is None else Path(config.complexity).expanduser()
         self._rules = tuple(map(Rule.of, config.rules))
+        conditions = [rule.when for rule in config.rules]
+        self._counts_tokens = any((each.least_tokens, each.most_tokens) != (None, None) for each in conditions)
         self._splits = {name: Split.of(name, each.percent, each.salt) for name, each in config.splits.items()}
         self._cascades = {name: resolve_cascade(each) for name, each in config.cascades.items()}
         self._chain_of: dict[str, tuple[str, ChainConfig]] = {}  # by its first variant
@@ -145,8 +145,13 @@ class Router:
         """True if nothing is configured: every request goes to the variant that it names."""
         return not self._rules and not self._chain_of
 
+    @property
+    def counts_tokens(self) -> bool:
+        """True if a rule looks at the tokens of prompts, so that they must be counted before."""
+        return self._counts_tokens
+
     def route(self, exchange: Exchange) -> RoutePlan:
-        choice = _Choice(exchange.served.name, exchange, has_images=bool(images_of(exchange.text_request.messages)))
+        choice = _Choice(exchange.served.name, exchange)
         facts = RoutingFacts(exchange, self._wall, self._zone, self._weights)
         rule = first_match(self._rules, facts)
         if rule is not None:
@@ -171,8 +176,8 @@ class Router:
             target = f"cascade {config.cascade}" if config.cascade is not None else config.variant or ""
         choice.decisions.append(RoutingDecision("rule", config.name, f"to {target}"))
         if config.variant is not None:
-            if self._is_text_only(choice, config.variant):
-                choice.decisions.append(RoutingDecision("images", choice.variant, f"{config.variant}: {_TEXT_ONLY}"))
+            if (lacks := self._lacks(config.variant, facts.text_request)) is not None:
+                choice.decisions.append(RoutingDecision("unfit", choice.variant, f"{config.variant}: {lacks}"))
             else:
                 choice.variant = config.variant
         elif config.split is not None:
@@ -189,10 +194,7 @@ class Router:
 
     def _why_not_for(self, choice: _Choice, variant: str) -> str | None:
         """Return why a variant cannot answer the request now; None if it can."""
-        return _TEXT_ONLY if self._is_text_only(choice, variant) else self._why_not(variant)
-
-    def _is_text_only(self, choice: _Choice, variant: str) -> bool:
-        return choice.has_images and not self._reads_images(variant)
+        return self._lacks(variant, choice.exchange.text_request) or self._why_not(variant)
 
     def _split(self, name: str, exchange: Exchange, choice: _Choice) -> None:
         split = self._splits[name]
@@ -261,7 +263,8 @@ class Router:
         if not steps:
             steps = list(ordered)  # none is available: try them all, and report their errors
         if why and self._order is not None:
-            self._order.place(steps[0].variant)
+            conversation = conversation_key(choice.exchange, self.config.conversation)
+            self._order.place(steps[0].variant, chain.steps, conversation, _prompt_length(choice.exchange))
             if steps[0] is ordered[0]:
                 choice.decisions.append(RoutingDecision("capacity", steps[0].variant, why))
         if len(steps) > 1 or steps[0].variant != choice.variant:
@@ -280,15 +283,29 @@ class Router:
         if chain.order == "listed" or self._order is None:
             return chain.steps, ""
         conversation = conversation_key(exchange, self.config.conversation)
-        return self._order.sort(chain.steps, exchange.effective_surface, conversation, chain.home_ms / 1e3)
+        length = _prompt_length(exchange)
+        return self._order.sort(chain.steps, exchange.effective_surface, conversation, chain.home_ms / 1e3, length)
+
+
+def _prompt_length(exchange: Exchange) -> PromptLength:
+    """Return the prompt's tokens, estimated if they were not counted. The home of a conversation has computed all but
+    the messages after its last answer."""
+    text_request = exchange.text_request
+    whole = exchange.prompt_tokens or estimated_prompt_tokens(text_request)
+    messages = text_request.messages or []
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return PromptLength(whole, whole)
+    fresh = estimated_prompt_tokens(text_request.but(messages=messages[answers[-1] + 1 :]))
+    return PromptLength(whole, min(fresh, whole))
 
 
 def _always_available(variant: str) -> None:
     """Without health information every variant counts as available."""
 
 
-def _always_reads(variant: str) -> bool:
-    return True
+def _lacks_nothing(variant: str, text_request: TextRequest) -> None:
+    """By default every variant can take every request."""
 
 
 def _why_no_cascade(text_request: TextRequest) -> str | None:

@@ -7,6 +7,7 @@ overloaded, so that its readiness turns requests away before its queue does.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -56,7 +57,8 @@ class CapacityMonitor:
     def __init__(
         self, fleet: Fleet, *, shed_ttft_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`shed_ttft_s`: predicted seconds to the first token beyond which the server is overloaded; None: never."""
+        """`shed_ttft_s`: predicted seconds to the first token beyond which the server is overloaded; None: never.
+        The engines that write text decide, or the upstreams if there is none."""
         self._fleet = fleet
         self._shed_s = shed_ttft_s
         self._clock = clock
@@ -88,12 +90,26 @@ class CapacityMonitor:
         if self._shed_s is None:
             return
         threshold = self._shed_s * (_RECOVERED if self.overloaded else 1.0)
-        waits = [
-            min(known.ttft_s.values())
-            for name in self._fleet.served
-            if (known := self.of(name)).ttft_s and self._fleet.served[name].upstream is None
-        ]
+        # A model that writes no text is soon done, and says nothing of those that do.
+        served = self._fleet.served
+        writers = [name for name, each in served.items() if each.kind == "decoder"] or list(served)
+        if engines := [name for name in writers if served[name].upstream is None]:
+            waits = [min(known.ttft_s.values()) for name in engines if (known := self.of(name)).ttft_s]
+        else:
+            waits = self._upstream_waits(writers)
         self.overloaded = bool(waits) and min(waits) > threshold
+
+    def _upstream_waits(self, names: Iterable[str]) -> list[float]:
+        """Return the predicted seconds at each upstream: 0 at one that takes requests and predicts nothing. Empty if
+        all are down, which is no matter of load."""
+        served = self._fleet.served
+        upstreams = [(name, upstream) for name in names if (upstream := served[name].upstream) is not None]
+        if not any(upstream.ready for _, upstream in upstreams):
+            return []
+        return [
+            min(self.of(name).ttft_s.values(), default=0.0) if upstream.available else math.inf
+            for name, upstream in upstreams
+        ]
 
     def of(self, name: str) -> VariantCapacity:
         known = self._known.get(name, _UNKNOWN)
@@ -115,7 +131,7 @@ class CapacityMonitor:
                 "model": each.name,
                 "served_by": "engine" if each.upstream is None else "upstream",
                 "available": each.responsive if each.upstream is None else each.upstream.available,
-                **self.of(each.name).as_json(),
+                **self.of(each.variant).as_json(),  # an adapter has that of its variant
             }
             for each in served
         ]

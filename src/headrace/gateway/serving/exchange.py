@@ -93,6 +93,11 @@ class Exchange(msgspec.Struct, kw_only=True):
             seconds = self.served.deadlines.get(self.effective_surface)
         return None if seconds is None else self.arrival + seconds
 
+    def add_cost(self, micros: int | None) -> None:
+        """Add what work for this exchange costs; None: there are no prices."""
+        if micros is not None:
+            self.cost_micros = (self.cost_micros or 0) + micros
+
     @property
     def fingerprint(self) -> str:
         return self.served.fingerprint
@@ -100,7 +105,9 @@ class Exchange(msgspec.Struct, kw_only=True):
     @property
     def generation_times(self) -> GenerationTimes:
         usage = self.usage
-        return GenerationTimes(self.first_at, self.last_at, usage.queue_s, usage.prefill_s, self.answered_by)
+        return GenerationTimes(
+            self.first_at, self.last_at, usage.queue_s, usage.prefill_s, self.answered_by, usage.decode_s
+        )
 
     def stages_ms(self) -> dict[str, float]:
         """Return the milliseconds of each stage so far. Their sum is the time since the request arrived."""

@@ -15,8 +15,10 @@ from headrace.engine.interface.request import AdapterRef, GenerationRequest
 from headrace.engine.process.output_stream import OutputStream
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.images.image_reader import ImageReader
+from headrace.gateway.images.message_images import images_of
 from headrace.gateway.output.reasoning import ReasoningFormat
 from headrace.gateway.output.tool_formats import ToolFormat
+from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.models.sentence_files import Prompts
 from headrace.models.spec import RankingSpec
@@ -102,6 +104,18 @@ class ServedVariant(msgspec.Struct, kw_only=True):
     @property
     def reads_images(self) -> bool:
         return self.images is not None or (self.upstream is not None and bool(self.upstream.takes.images))
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.tools is not None or (self.upstream is not None and bool(self.upstream.takes.tools))
+
+    def why_not_for(self, text_request: TextRequest) -> str | None:
+        """Return why it cannot take a request that another variant can, whatever its load; None if it can."""
+        if images_of(text_request.messages) and not self.reads_images:
+            return "it reads no images"
+        if text_request.tools and text_request.choosing != "none" and not self.takes_tools:
+            return "it knows no tools"
+        return None
 
     @property
     def purpose(self) -> str:

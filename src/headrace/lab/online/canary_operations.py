@@ -34,9 +34,10 @@ class NewCanary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryOperations:
-    def __init__(self, shared: AccountSync, served: Collection[str]) -> None:
-        """`served`: full names of all variants that generate text."""
+    def __init__(self, shared: AccountSync, served: Collection[str], *, forbidden: str = "") -> None:
+        """`served`: full names of all variants that generate text. `forbidden`: why no canary may start or advance."""
         self._shared = shared
+        self._forbidden = forbidden
         self._served = served
 
     @property
@@ -70,6 +71,7 @@ class CanaryOperations:
         return control
 
     async def start(self, who: Actor, new: NewCanary) -> CanaryRecord:
+        self._check_allowed()
         for name, variant in (("control", new.control), ("candidate", new.candidate)):
             if variant not in self._served:
                 raise invalid_request(
@@ -107,8 +109,13 @@ class CanaryOperations:
 
         return await self._commit(plan)
 
+    def _check_allowed(self) -> None:
+        if self._forbidden:
+            raise ApiError(self._forbidden, code="canary_not_allowed", status=409)
+
     async def advance(self, who: Actor, control: str, run: str, reason: str) -> CanaryRecord:
         """Go to the next stage, or to all requests after the last one."""
+        self._check_allowed()
 
         def to_next(record: CanaryRecord) -> CanaryRecord:
             if record.stage + 1 < len(record.stages):
@@ -119,6 +126,7 @@ class CanaryOperations:
 
     async def promote(self, who: Actor, control: str, reason: str) -> CanaryRecord:
         """Send all of the control's requests to the candidate."""
+        self._check_allowed()
         return await self._step(who, "canary.promote", control, lambda each: replace(each, phase="promoted"), reason)
 
     async def roll_back(self, who: Actor, control: str, reason: str, *, run: str | None = None) -> CanaryRecord:

@@ -11,6 +11,7 @@ from headrace.config import Config
 from headrace.gateway.flow.answer_observer import AnswerObserver, FinishedAnswer
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.prices import PriceBook
+from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.comparison.similarity import lexical_overlap
 from headrace.lab.online.answer_difference import AnswerText, Similarity
 from headrace.lab.online.canaries import Canaries
@@ -90,11 +91,10 @@ class OnlineLab:
             services.accounts.shared.listen(each.follow)
         shadows = _shadows(config, services, similarity, is_idle, drift, pairs)
         writers = [name for name, each in served.items() if each.kind == "decoder"]
-        operations = CanaryOperations(services.accounts.shared, writers)
+        operations = CanaryOperations(services.accounts.shared, writers, forbidden=_why_no_canary(config))
         canaries = Canaries(config.canary, operations, store, served, generate, similarity, prices=prices)
-        golden, hard_cases = config.routing.golden, None
-        if golden.checks and golden.hard_cases:
-            hard_cases = HardCases(redactor, most=golden.hard_cases, is_recorded=is_recorded, unnamed=unnamed)
+        hard_cases = HardCases.from_config(config, directory)
+        if hard_cases is not None:
             services.accounts.shared.listen(hard_cases.follow)
         semantic = None
         if services.semantic is not None:
@@ -152,9 +152,30 @@ def _shadows(
             pairs=pairs.get(name),
             fast=config.profiles.fast,
             is_idle=is_idle,
+            is_local=_runs_here(config, services.fleet.served[each.variant]),
         )
         for name, each in config.routing.shadows.items()
     }
+
+
+def _why_no_canary(config: Config) -> str:
+    if config.safety.lossless_only:
+        return (
+            "A canary sends requests to another variant, which safety.lossless_only does not allow. Copy requests to "
+            "a shadow, or set lossless_only = false."
+        )
+    if config.server.processes > 1:
+        return (
+            "A canary needs server.processes = 1: the main process measures the requests that it serves itself, which "
+            "are too few to decide by."
+        )
+    return ""
+
+
+def _runs_here(config: Config, served: ServedVariant) -> bool:
+    """True if an engine of this machine serves a variant, so that its work takes processors from the others."""
+    model = config.models[served.name.partition("@")[0]]
+    return served.upstream is None and not model.workers and not model.discover_workers
 
 
 def _note_quality(

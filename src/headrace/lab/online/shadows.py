@@ -52,10 +52,12 @@ class Shadow:
         pairs: JudgedRequests | None = None,
         fast: ProfileConfig | None = None,
         is_idle: Callable[[], bool] = lambda: True,
+        is_local: bool = True,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`served`: the variant that answers the copies. `pairs`: where a double-check keeps what it judged. `fast`:
-        the fast profile. `is_idle`: whether the server runs no request."""
+        the fast profile. `is_idle`: whether the server runs no request. `is_local`: whether an engine of this machine
+        answers the copies, beside those of served requests."""
         self.name = name
         self.config = config
         self.total = DifferenceSummary()
@@ -69,6 +71,7 @@ class Shadow:
         self._variants = frozenset(config.of)
         self._tenants = frozenset(config.tenants)
         self._limit = round(config.share * BUCKETS)
+        self.when = config.when or ("idle" if is_local else "always")
         bounds = CopyBounds(
             concurrent=config.concurrent,
             queue=config.queue,
@@ -78,7 +81,7 @@ class Shadow:
         self.copies = BackgroundCopies(
             bounds,
             generate,
-            is_idle=is_idle if config.when == "idle" else lambda: True,
+            is_idle=is_idle if self.when == "idle" else lambda: True,
             count=self._count,
             wall=wall,
         )
@@ -93,7 +96,9 @@ class Shadow:
 
     def wants(self, exchange: Exchange, plan: RoutePlan) -> bool:
         variant = self._served.name
-        if exchange.surface == SURFACE:
+        if exchange.surface == SURFACE or exchange.served.adapter is not None:
+            return False  # no other variant gives the answers of an adapter
+        if self._served.why_not_for(exchange.text_request) is not None:
             return False
         if self.profile == "fast":
             if exchange.text_request.profile != "standard":
@@ -168,6 +173,7 @@ class Shadow:
             "profile": config.profile,
             "share": config.share,
             "judge": config.judge,
+            "when": self.when,
             "waiting": copies.waiting,
             "tokens_today": copies.tokens_today,
             "tokens_per_day": config.tokens_per_day,

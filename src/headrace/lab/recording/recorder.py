@@ -21,7 +21,6 @@ import msgspec
 from headrace.config import Config
 from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.gateway.accounts.account_sync import AccountSync
-from headrace.gateway.accounts.tenant_policies import settings_of
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.flow.answer_observer import FinishedAnswer
 from headrace.gateway.routing.router import RoutePlan
@@ -61,6 +60,7 @@ class Recorder:
         store: RecordingStore,
         redactor: Redactor,
         *,
+        is_recorded: Callable[[str], bool],
         unnamed: bool = False,
         share: float = 1.0,
         most_queued: int = 1024,
@@ -68,8 +68,10 @@ class Recorder:
         most_record_bytes: int = 1024 * 1024,
         chance: random.Random | None = None,
     ) -> None:
+        """`is_recorded`: whether a tenant exists and opts into recordings now."""
         self._store = store
         self._redactor = redactor
+        self._is_recorded = is_recorded
         self._unnamed = unnamed
         self._share = share
         self._most_queued = most_queued
@@ -84,12 +86,13 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def from_config(cls, config: Config, environ: Mapping[str, str]) -> Recorder:
+    def from_config(cls, config: Config, environ: Mapping[str, str], *, is_recorded: Callable[[str], bool]) -> Recorder:
         """ConfigError where the key or its package is missing."""
         recording = config.recording
         return cls(
             store_of(config, environ),
             Redactor.from_config(recording),
+            is_recorded=is_recorded,
             unnamed=recording.unnamed,
             share=recording.share,
             most_queued=recording.queue,
@@ -99,12 +102,15 @@ class Recorder:
 
     def wants(self, exchange: Exchange, plan: RoutePlan) -> bool:
         del plan
-        caller = exchange.caller
-        opted_in = settings_of(caller).record if caller.tenant else self._unnamed
-        return opted_in and (self._share >= 1.0 or self._chance.random() < self._share)
+        return self._may_record(exchange) and (self._share >= 1.0 or self._chance.random() < self._share)
+
+    def _may_record(self, exchange: Exchange) -> bool:
+        tenant = exchange.caller.tenant
+        return self._is_recorded(tenant) if tenant else self._unnamed
 
     def take(self, finished: FinishedAnswer) -> None:
-        if finished.error is not None or not finished.choices:
+        """Queue the record, unless its tenant was deleted or has left recordings while the answer was made."""
+        if finished.error is not None or not finished.choices or not self._may_record(finished.exchange):
             return
         size = _text_bytes(finished)
         if size > self._most_record_bytes:

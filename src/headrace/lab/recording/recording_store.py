@@ -68,8 +68,12 @@ class RecordingStore:
         if self._cipher is not None:
             line = self._cipher.encrypt(line, tenant)
         path = self._segment(tenant)
-        with open(path, "ab", opener=_private) as file:
-            file.write(line + b"\n")
+        try:
+            with open(path, "ab", opener=_private) as file:
+                file.write(line + b"\n")
+        except OSError:
+            self._open.pop(tenant, None)  # a part of the line may be there, and nothing may follow it
+            raise
         self._written += len(line) + 1
         if self._written >= self._segment_bytes:
             self.apply_bounds()

@@ -72,6 +72,7 @@ class GenerationTimes(NamedTuple):
     queue_s: float
     prefill_s: float
     source: str = ""  # the cache that answered, or `shared`
+    decode_s: float = 0.0  # more than passed between first and last output: the answer was held before its first
 
 
 class Timeline:
@@ -166,6 +167,7 @@ def _edges(began: float, ended: float, times: GenerationTimes | None) -> tuple[t
     last = min(max(times.last_at, first), ended)
     if times.source:
         return ("wait", began), ("decode", first), ("post", last)
+    first -= max(0.0, min(times.decode_s - (last - first), first - began))
     prefill = min(times.prefill_s, first - began)  # measured by another process, which may have taken over
     queue = min(times.queue_s, first - began - prefill)
     return (

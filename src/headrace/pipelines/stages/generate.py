@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.degradation.ladder.extractive_answer import extract_answer
+from headrace.gateway.degradation.shaping.fast_profile import has_fixed_format
 from headrace.gateway.requests.text_request import (
     Choice,
     ChoiceDelta,
@@ -41,13 +42,15 @@ async def generate(services: StageServices, state: RunState, end: float) -> Asyn
     """
     config = state.config.generate
     ways = [way for way in config.order if way != "cache"]
-    if state.draft and not state.sources and answer_model(state) == (state.config.tools.model or state.model):
+    given = state.exchange.text_request
+    fits = may_stand_in(state) and given.max_tokens is None and not given.stop
+    if fits and state.draft and not state.sources and answer_model(state) == (state.config.tools.model or state.model):
         state.answered_by = "agent"  # the same model has answered without any tool
         yield ChoiceDelta(0, content=state.draft)
         return
     for place, way in enumerate(ways):
         if way == "extract":
-            if (text := extracted(state, config.extract_confidence)) is not None:
+            if may_stand_in(state) and (text := extracted(state, config.extract_confidence)) is not None:
                 state.answered_by = "extract"
                 yield ChoiceDelta(0, content=text)
                 return
@@ -65,6 +68,13 @@ async def generate(services: StageServices, state: RunState, end: float) -> Asyn
                     yield delta
             return
     raise StageLateError
+
+
+def may_stand_in(state: RunState) -> bool:
+    """True if another text may replace the one that the model would write: no program reads it in a fixed format, and
+    no client inspects its tokens."""
+    request = state.exchange.text_request
+    return not has_fixed_format(request) and request.sampling.logprobs is None
 
 
 async def _stream(

@@ -67,11 +67,13 @@ class LiveSnapshot:
         services = context.services
         observer = services.observer
         rows = list(observer.latencies.window(WINDOW_S))
-        engines, caches, budgets, outcomes = await asyncio.gather(
-            self._engines(), self._caches(rows), self._read_budgets(), self._read_outcomes()
+        engines, caches, budgets, outcomes, running = await asyncio.gather(
+            self._engines(), self._caches(rows), self._read_budgets(), self._read_outcomes(), context.running_of_all()
         )
         texts = [(slice, row) for slice, row in rows if slice.model != "-"]
         state = "draining" if context.is_draining else "ready" if context.is_ready else "starting"
+        if state == "ready" and services.capacity.overloaded:
+            state = "overloaded"
         return {
             "object": "live",
             "at": round(time.time(), 3),
@@ -81,7 +83,7 @@ class LiveSnapshot:
             "currency": context.config.ledger.currency,
             "window_s": WINDOW_S,
             "objectives": observer.objectives.as_json(),
-            "traffic": _traffic(observer.latencies.ticks, context.running),
+            "traffic": _traffic(observer.latencies.ticks, sum(running)),
             "latency": {
                 "all": _latency(texts, ()),
                 "by_surface": _latency(texts, ("surface",)),

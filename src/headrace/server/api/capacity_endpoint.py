@@ -14,7 +14,8 @@ def routes(context: EndpointContext) -> tuple[Route, ...]:
     async def capacity(call: ApiCall) -> None:
         monitor = services.capacity
         data = monitor.as_json(visible_models(call.caller, services.fleet))
-        room = max(0, context.config.limits.requests - context.running)
+        most = context.config.limits.requests  # of each process
+        room = sum(max(0, most - running) for running in await context.running_of_all())
         status = "draining" if context.is_draining else "overloaded" if monitor.overloaded else "ready"
         body = {"object": "capacity", "status": status, "free_requests": room, "data": data}
         await context.reply(call, Response.json(body, headers={"cache-control": "no-store"}))

@@ -17,8 +17,11 @@ from typing import Final
 import msgspec
 import structlog
 
+from headrace.config import Config
 from headrace.gateway.database import Database
+from headrace.gateway.flow.services import Services
 from headrace.gateway.serving.fleet import Fleet
+from headrace.lab.online.hard_cases import HardCases
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.observe import metrics
 from headrace.observe.logs import configure_log
@@ -88,6 +91,7 @@ class Front:
                 "drain": CallHandler(tuple[()], self.end),
                 "refresh": CallHandler(tuple[()], self._refresh),
                 "metrics": CallHandler(tuple[()], self._metrics),
+                "running": CallHandler(tuple[()], lambda: 0 if self._context is None else self._context.running),
             },
             self._main_process_lost,
         )
@@ -130,6 +134,7 @@ class Front:
             FrontAccountStore(lambda: self.channel, shared=setup.accounts_shared),
         )
         services = assemble(config, fleet, database, os.environ, shared=shared)
+        self._keep_hard_cases(config, services)
         services.observer.forward = lambda record, sample: self.channel.notify("finished", finished(record, sample))
         context = self._context = EndpointContext(config, services)
         relay = MainProcessRelay(setup.relay)
@@ -156,6 +161,13 @@ class Front:
             await services.close()
             await fleet.close()
             await self._flush()
+
+    def _keep_hard_cases(self, config: Config, services: Services) -> None:
+        """Let the main process keep the hard cases of the golden fallback."""
+        hard_cases = HardCases.from_config(config, services.accounts.directory)
+        if hard_cases is not None:
+            hard_cases.keep = lambda case: self.channel.notify("hard_case", case)
+            services.answer_observers += (hard_cases,)
 
     async def _flush(self) -> None:
         """Return once the main process has everything that was told it."""

@@ -28,6 +28,7 @@ from headrace.config import Config
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.flow.services import Services
 from headrace.gateway.ledger.ledger import Ledger
+from headrace.lab.online.hard_cases import HardCase, HardCases
 from headrace.observe import metrics
 from headrace.server.admin.admin_socket import listen_on
 from headrace.server.http.edge import Application, ConnectionBounds, Edge
@@ -80,11 +81,13 @@ class FrontProcesses:
         listening: Sequence[socket.socket],
         *,
         command: Sequence[str] = FRONT_COMMAND,
+        hard_cases: HardCases | None = None,
     ) -> None:
-        """`listening`: one bound socket for each front."""
+        """`listening`: one bound socket for each front. `hard_cases`: where those of the fronts are kept."""
         self._config = config
         self._services = services
         self._command = command
+        self._hard_cases = hard_cases
         self._fronts = [_Front(number, each) for number, each in enumerate(listening, 1)]
         self._keeping: list[asyncio.Task[None]] = []
         self._ending = False
@@ -213,7 +216,12 @@ class FrontProcesses:
         def finished(request: FinishedRequest) -> None:
             adopt(services.observer, request)
 
+        def keep_hard_case(case: HardCase) -> None:
+            if self._hard_cases is not None:
+                self._hard_cases.add(case)
+
         return handlers | {
+            "hard_case": CallHandler(tuple[HardCase], keep_hard_case),
             "setup": CallHandler(tuple[()], setup),
             "ready": CallHandler(tuple[()], ready),
             "finished": CallHandler(tuple[FinishedRequest], finished),
@@ -245,6 +253,12 @@ class FrontProcesses:
                     process.kill()
 
         await asyncio.gather(*(one(front) for front in self._fronts))
+
+    async def running(self) -> list[int]:
+        """Return the requests that each front runs which answers."""
+        ready = [front for front in self._fronts if front.ready.is_set()]
+        asking = (self._ask(front, "running", _METRICS_S, int) for front in ready)
+        return [each for each in await asyncio.gather(*asking) if each is not None]
 
     async def metrics(self) -> list[list[metrics.Family]]:
         """Return the metrics of every front that answers."""

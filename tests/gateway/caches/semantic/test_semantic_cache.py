@@ -133,6 +133,7 @@ def test_another_variant_policy_or_encoder_is_another_answer() -> None:
     assert one == semantic_key_for(asked, variant="mini fp_1")
     assert one != semantic_key_for(asked, variant="mini@int4 fp_2")
     assert one != semantic_key_for(asked, variant="mini fp_1", policy="2")
+    assert one != semantic_key_for(asked.but(skip_special_tokens=False), variant="mini fp_1")
 
     async def test() -> None:
         bench = Bench(fixed())

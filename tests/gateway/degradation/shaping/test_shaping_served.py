@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from headrace.config import LadderConfig, ModelConfig, SurfaceConfig, TenantConfig
+from headrace.config import BudgetConfig, LadderConfig, LimitSet, ModelConfig, PriceConfig, SurfaceConfig, TenantConfig
 from headrace.config.cache_section import ExactConfig
 from headrace.config.shaping_section import LadderStepConfig, ShapingConfig
 from headrace.engine.process.client_errors import OverloadedError
@@ -146,6 +146,40 @@ async def test_a_conversation_that_is_too_long_is_refused_dropped_or_summarised_
     async with shaping(tmp_path / "b", shaping=ShapingConfig(overflow="drop")) as running:
         assert (await running.chat(key=RED, messages=long)).status == 200
         assert (await running.chat(key=RED, messages=long, overflow="refuse")).status == 400
+
+
+@asynchronous
+async def test_a_summary_is_the_callers_work_and_charged_beside_the_answer(tmp_path: Path) -> None:
+    prices = {"mini": PriceConfig(output=1000.0)}
+    async with shaping(tmp_path, shaping=ShapingConfig(overflow="summarise"), prices=prices) as running:
+        answer = await running.chat(key=RED, messages=talk(40))
+        assert "summary=" in answer.headers["x-headrace-shaped"]
+        await running.ask("GET", "/health")
+        [row] = await running.usage()
+        assert (row["requests"], row["output_tokens"], row["micros"]) == (1, 4, 4000)
+    budget = BudgetConfig(limit_micros=0, period="day")
+    tenants = {"red": TenantConfig(budgets=(budget,))}
+    sections: dict[str, Any] = {"prices": prices, "tenants": tenants, "shaping": ShapingConfig(overflow="summarise")}
+    async with shaping(tmp_path / "spent", **sections) as running:
+        assert (await running.chat(key=RED, messages=talk(40))).error["code"] == "insufficient_quota"
+        assert running.engine.streams == []  # nothing is computed for a tenant whose budget is spent
+    tenants = {"red": TenantConfig(limits=LimitSet(requests_per_min=1))}
+    async with shaping(tmp_path / "limited", tenants=tenants) as running:
+        assert (await running.chat(key=RED)).status == 200
+        refused = await running.chat(key=RED, messages=talk(40), overflow="summarise")
+        assert (refused.status, len(running.engine.streams)) == (429, 1)
+
+
+@asynchronous
+async def test_a_client_that_leaves_ends_its_summary(tmp_path: Path) -> None:
+    async with shaping(tmp_path, shaping=ShapingConfig(overflow="summarise", summary_s=60.0)) as running:
+        running.engine.answer = None
+        client = await running.client()
+        await client.send(request("POST", PATH, question("Hello", messages=talk(40)), **RED))
+        await until(lambda: bool(running.engine.open))
+        client.leave()
+        await until(lambda: not running.engine.open and running.server.context.running == 0)
+        assert len(running.engine.streams) == 1
 
 
 @asynchronous

@@ -134,6 +134,28 @@ def cache_key_for(
     return CacheKey(tenant, digest.digest(), tags, text_request.n, count * text_request.n, greedy or seeded)
 
 
+def answer_shape(text_request: TextRequest) -> bytes | None:
+    """Return a digest of what shapes the answer to a chat, but for its variant and the texts of its messages: sampling,
+    format, tools, images. None if an answer cannot be kept for it."""
+    images = [image["url"] for image in images_of(text_request.messages)]
+    if any(not url.startswith("data:") for url in images):
+        return None  # what is there may change
+    sampling = text_request.sampling
+    parts: list[Any] = [
+        [_in_order(value) for value in _asked_values(text_request)],
+        [
+            _in_order(value)
+            for value in _sampling_values(sampling, greedy=sampling.temperature <= 0.0, seeded=text_request.seeded)
+        ],
+        [text_request.template, text_request.template_hints, text_request.think],
+        images,
+    ]
+    try:
+        return hashlib.sha256(_encode(parts)).digest()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+
+
 def _sampling_values(sampling: SamplingParams, *, greedy: bool, seeded: bool) -> tuple[Any, ...]:
     if greedy:
         return _greedy_values(sampling)

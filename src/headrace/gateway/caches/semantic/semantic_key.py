@@ -113,6 +113,8 @@ def _digest(text_request: TextRequest, variant: str, policy: str, script: str, t
             text_request.stop,
             sorted(text_request.stop_ids),
             text_request.ignore_eos,
+            text_request.skip_special_tokens,
+            text_request.begun,
         ],
         "profile": text_request.profile,
         "tags": tags,  # an entry without a tag could outlive what the tag allows

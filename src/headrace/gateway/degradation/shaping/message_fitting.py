@@ -82,6 +82,11 @@ async def _image_tokens(messages: Sequence[ChatMessage], served: ServedVariant) 
     return {image["url"]: served.images.tokens_of(each) for image, each in zip(images, measured, strict=True)}
 
 
+def _log_failure(error: Exception) -> None:
+    why = "no summary came within shaping.summary_s" if isinstance(error, TimeoutError) else str(error)
+    log.warning("A conversation was not summarised, and turns were dropped: %s", why)
+
+
 async def fit_request(
     text_request: TextRequest,
     served: ServedVariant,
@@ -125,7 +130,7 @@ async def fit_request(
             overhead=overhead,
             summariser=summariser,
             config=config,
-            on_failure=lambda error: log.warning("A conversation was not summarised: %s", error),
+            on_failure=_log_failure,
         )
     else:
         fitted = fit_conversation(messages, budget=most, count=count, overhead=overhead)
