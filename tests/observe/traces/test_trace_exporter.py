@@ -235,7 +235,8 @@ async def test_a_share_of_the_traces_and_those_that_clients_ask_for_are_kept() -
 
 
 @asynchronous
-async def test_a_collector_that_is_down_costs_the_oldest_traces() -> None:
+async def test_a_collector_that_is_down_costs_the_oldest_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.observe.traces.trace_exporter._EVERY_S", 0.01)
     collected, clock = Collected(), Clock()
     collected.statuses = [503] * 3
     made = exporter(collected, clock, sample=1.0, buffer=10)

@@ -51,6 +51,12 @@ TABLES: Mapping[str, ParameterTable] = {
     "ollama pull": ollama_parameters.PULL_PARAMETERS,
 }
 EACH = [pytest.param(table, name, id=f"{where}-{name}") for where, table in TABLES.items() for name in table]
+REFUSED = [
+    pytest.param(table, name, id=f"{where}-{name}")
+    for where, table in TABLES.items()
+    for name, parameter in table.items()
+    if parameter.unsupported is not None
+]
 
 
 # Hints of one service, which all endpoints may ignore.
@@ -80,14 +86,12 @@ def test_every_parameter_is_honoured_or_refused_with_a_reason(table: ParameterTa
         assert not parameter.required
 
 
-@pytest.mark.parametrize(("table", "name"), EACH)
+@pytest.mark.parametrize(("table", "name"), REFUSED)
 def test_a_refused_parameter_is_named_with_the_reason(table: ParameterTable, name: str) -> None:
     parameter = table[name]
-    if parameter.unsupported is None:
-        return
     error = error_of({name: Nothing()}, table)
     assert (error.parameter, error.code) == (name, "unsupported_parameter")
-    assert parameter.unsupported in error.message
+    assert str(parameter.unsupported) in error.message
     alone = {name: parameter}
     for value in (None, *parameter.no_op_values):
         assert parse_parameters({name: value}, alone) == {}  # it asks for nothing
