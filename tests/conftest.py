@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,26 @@ settings.load_profile("headrace")
 # A shell starts background jobs with SIGINT ignored, which every process that a test starts would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin a worker's collection of everything at a folder of its own: each loads what the others have compiled."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None or config.args != config.getini("testpaths"):
+        return
+    parts = sorted(str(each) for path in config.args for each in Path(path).iterdir() if has_tests(each))
+    start = len(parts) * int(worker.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    config.args = [*parts[start:], *parts[:start]]
+
+
+def has_tests(path: Path) -> bool:
+    return fnmatch(path.name, "test_*.py") or any(path.rglob("test_*.py"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of all workers in one order again."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: str(item.path))
 
 
 @pytest.hookimpl(wrapper=True)
