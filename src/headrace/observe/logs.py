@@ -28,6 +28,7 @@ _EXTRAS: Final = ("worker", "exception")  # that the standard library's records 
 _LONGEST: Final = 1024  # characters of one value
 _PLAIN: Final = frozenset({int, float, bool, type(None)})  # types whose text is printable
 _BARE: Final = re.compile(r"[^\s\"=]+")  # text that needs no quotes
+_ORDINARY: Final = re.compile(r"[!#-<>-~]+")  # and is printable ASCII
 
 
 class LogOptions(Protocol):
@@ -206,13 +207,18 @@ class _Text:
         return line
 
     def line(self, when: str, level: str, what: str, logger: str, fields: Mapping[str, Any]) -> str:
-        values = " ".join([f"{name}={_value(fields[name])}" for name in sorted(fields)])
+        values = " ".join(
+            [
+                f"{name}={value!r}" if type(value) in _PLAIN else f"{name}={_value(value)}"
+                for name, value in sorted(fields.items())
+            ]
+        )
         return f"{when} [{level:<9}] {self._bold}{_escaped(what)}{self._plain} [{logger}] {values}".rstrip()
 
 
 def _value(value: object) -> str:
-    if type(value) in _PLAIN:
-        return repr(value)
+    if type(value) is str and _ORDINARY.fullmatch(value):
+        return value
     text = value if isinstance(value, str) else repr(value)
     if isinstance(value, str) and not _BARE.fullmatch(text):
         text = json.dumps(text, ensure_ascii=False)
@@ -241,6 +247,6 @@ def _escaped(text: str) -> str:
 
 def _shortened(_logger: Any, _method: str, event: Event) -> Event:
     for name, value in event.items():
-        if isinstance(value, str) and len(value) > _LONGEST and name != "exception":
+        if type(value) not in _PLAIN and isinstance(value, str) and len(value) > _LONGEST and name != "exception":
             event[name] = value[:_LONGEST] + "…"
     return event

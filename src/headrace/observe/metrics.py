@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric as MetricFamily
 
+from headrace.observe.loop_metrics import LoopCounter, LoopGauge, LoopHistogram
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
 
@@ -20,7 +22,7 @@ _MOST_OUTCOMES: Final = 64  # names of outcomes with a label of their own
 
 registry: Final = CollectorRegistry()
 
-http_requests: Final = Counter(
+http_requests: Final = LoopCounter(
     "headrace_http_requests", "HTTP requests, by route and status.", ("route", "status"), registry=registry
 )
 ignored_parameters: Final = Counter(
@@ -29,13 +31,13 @@ ignored_parameters: Final = Counter(
     ("parameter",),
     registry=registry,
 )
-answers: Final = Counter(
+answers: Final = LoopCounter(
     "headrace_answers",
     "Generation requests by ending: finished, limited, deadline, gone (client disconnected), or an error kind.",
     ("model", "tenant", "ended"),
     registry=registry,
 )
-tokens: Final = Counter(
+tokens: Final = LoopCounter(
     "headrace_tokens",
     "Tokens by kind: prompt, cached (part of the prompt), output.",
     ("model", "tenant", "kind"),
@@ -65,7 +67,7 @@ tool_calls: Final = Counter(
     ("tool", "outcome"),
     registry=registry,
 )
-running: Final = Gauge("headrace_requests_running", "Generation requests in progress.", registry=registry)
+running: Final = LoopGauge("headrace_requests_running", "Generation requests in progress.", registry=registry)
 background_responses: Final = Gauge(
     "headrace_background_responses", "Background responses that wait or run.", registry=registry
 )
@@ -95,21 +97,21 @@ body_bytes: Final = Gauge("headrace_body_bytes", "Bytes of large request bodies 
 bodies_paced: Final = Counter(
     "headrace_bodies_paced", "Times that reading a body waited for its key's pace.", registry=registry
 )
-ttft: Final = Histogram(
+ttft: Final = LoopHistogram(
     "headrace_time_to_first_token_seconds",
     "Time to first token, from a request's arrival.",
     ("model",),
     buckets=_SECONDS,
     registry=registry,
 )
-duration: Final = Histogram(
+duration: Final = LoopHistogram(
     "headrace_request_seconds",
     "Duration of a request, from its arrival to its last token.",
     ("model",),
     buckets=_SECONDS,
     registry=registry,
 )
-stages: Final = Histogram(
+stages: Final = LoopHistogram(
     "headrace_stage_seconds",
     "Duration of a request's stages: shape, queue, prefill, decode.",
     ("stage",),
@@ -233,7 +235,7 @@ breakers: Final = Counter(
 degraded: Final = Counter(
     "headrace_degraded", "Requests by the degradation steps applied.", ("surface", "step"), registry=registry
 )
-answered_by: Final = Counter(
+answered_by: Final = LoopCounter(
     "headrace_answered_by",
     "Answers not generated for their request, by source.",
     ("model", "by"),

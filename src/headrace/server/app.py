@@ -6,8 +6,8 @@ Knows no endpoint (see `routes`), no socket and no process.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import secrets
 import time
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class App:
         call = ApiCall(scope, receive, send, "")
         asked_id = call.headers.get("x-request-id", "")
         own = _REQUEST_ID.fullmatch(asked_id) and not self._directory.is_secret(asked_id)
-        call.id = asked_id if own else f"req_{secrets.token_hex(12)}"
+        call.id = asked_id if own else f"req_{os.urandom(12).hex()}"
         route: Route | None = None
         error: ApiError | None = None
         try:

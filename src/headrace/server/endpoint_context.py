@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 from headrace.config import Config
@@ -49,6 +49,7 @@ class EndpointContext:
         self.other_metrics: Callable[[], Awaitable[list[list[metrics.Family]]]] | None = None
         self.running = 0  # requests that engines and upstreams work for, of this process
         self.other_running: Callable[[], Awaitable[list[int]]] | None = None  # the same of the other processes
+        self._counter = _RunningCounter(self)
         self.bodies = BodyIntake(config.server)
         self.charges = RequestCharges(services.limiter, address_requests_per_s=config.server.address_requests_per_s)
 
@@ -65,15 +66,9 @@ class EndpointContext:
         """Return the running requests of each process of this server that answers, this one first."""
         return [self.running, *(await self.other_running() if self.other_running is not None else ())]
 
-    @contextmanager
-    def count_running(self) -> Generator[None]:
-        self.running += 1
-        metrics.running.set(self.running)
-        try:
-            yield
-        finally:
-            self.running -= 1
-            metrics.running.set(self.running)
+    def count_running(self) -> AbstractContextManager[None]:
+        """Count one more running request for the length of a `with` block."""
+        return self._counter
 
     def exchange(
         self, caller: Caller, request: TextRequest, endpoint: str, timeline: Timeline | None = None
@@ -107,9 +102,12 @@ class EndpointContext:
         thread; ApiError if it is too long, too slow, or too many are in memory already."""
         server = self.config.server
         body = call.take_body(server.body_bytes)
+        if body is not None and is_small(body):
+            return parse(body)
+        payer = payer_of(call)
         if body is not None and len(body) <= UNCOUNTED_BYTES:
-            return await self.parse(payer_of(call), body, parse)
-        with self.bodies.hold(payer_of(call)) as hold:
+            return await self.parse(payer, body, parse)
+        with self.bodies.hold(payer) as hold:
             if body is None:
                 chunks: list[bytes] = []
                 async for chunk in call.chunks(server.body_bytes, server.body_s):
@@ -119,7 +117,7 @@ class EndpointContext:
                 del chunks
             else:
                 await hold.take(len(body))
-            return await self.parse(payer_of(call), body, parse)
+            return await self.parse(payer, body, parse)
 
     def unknown_fields(self, headers: Mapping[str, str]) -> UnknownFields:
         """Return the policy for unknown fields of one request: the client's own, or the configuration's."""
@@ -163,6 +161,23 @@ class EndpointContext:
             "access-control-expose-headers": _EXPOSED,
             "vary": "origin",
         }
+
+
+class _RunningCounter(AbstractContextManager[None]):
+    """Has no state of its own, so that all requests share one."""
+
+    def __init__(self, context: EndpointContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._count(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._context.running += change
+        metrics.running.set(self._context.running)
 
 
 def _unavailable(message: str, code: str) -> ApiError:

@@ -6,7 +6,6 @@ greedy one, does not depend on what else runs. Does not compute: the core's samp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -57,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _within(parameter: str, value: float, least: float, most: float) -> None:
-    if math.isnan(value) or not least <= value <= most:
+    if not least <= value <= most:  # also where it is not a number
         raise RequestError(f"'{parameter}' must be {least:g} to {most:g}, not {value}.", parameter=parameter)
 
 

@@ -23,7 +23,7 @@ class StreamOwner(Protocol):
 class OutputStream:
     """One request's outputs as they come; iterate once. Leaving it before its end cancels the request.
 
-    A consumer that cannot afford a turn of the event loop per output uses `listen` and `take` instead.
+    A consumer that cannot afford a turn of the event loop per output uses `listen` and `ready` instead.
     """
 
     def __init__(self, source: StreamOwner, request: GenerationRequest) -> None:
@@ -34,7 +34,7 @@ class OutputStream:
         self.keys = prefix_keys(prompt_ids(request), request.salt)
         self.closed = False
         self._source = source
-        self._ready: deque[SequenceOutput] = deque()
+        self.ready: deque[SequenceOutput] = deque()  # outputs that nobody has taken
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
@@ -45,11 +45,15 @@ class OutputStream:
 
     def take(self) -> SequenceOutput | None:
         """Return the next output, or None if none has come. Raise the error that broke the stream."""
-        if self._ready:
-            return self._ready.popleft()
+        if self.ready:
+            return self.ready.popleft()
+        self.check()
+        return None
+
+    def check(self) -> None:
+        """Raise the error that broke the stream, if one did."""
         if self._error is not None:
             raise self._error
-        return None
 
     def __aiter__(self) -> AsyncIterator[SequenceOutput]:
         return self
@@ -84,7 +88,7 @@ class OutputStream:
         self.attempts = 0
         self.tokens[output.index] += output.tokens
         self.endings[output.index] = output.ending
-        self._ready.append(output)
+        self.ready.append(output)
         if None not in self.endings:
             self.end()
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 PIECE: Final = 64  # tokens per piece; a shorter common prefix is not worth a detour
@@ -31,6 +32,7 @@ def prefix_keys(tokens: Sequence[int], salt: str) -> list[int]:
     return keys
 
 
+@lru_cache(maxsize=1024)
 def _stable(text: str) -> int:
     """Hash a text. `hash` differs between processes."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())

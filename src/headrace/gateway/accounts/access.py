@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def allows_model(caller: Caller, name: str) -> bool:
     """Return whether the caller may use a variant. `name`: its full name. A model in the scope allows its variants."""
-    if not isinstance(caller, IdentifiedCaller):
+    if not isinstance(caller, IdentifiedCaller) or not caller.models:
         return True
     base = name.partition("@")[0]
     return all(name in names or base in names for names in caller.models)

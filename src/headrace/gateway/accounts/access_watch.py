@@ -26,6 +26,8 @@ class AccessWatch:
 
     def watch(self, caller: Caller, end: End) -> Callable[[], None]:
         """Call `end` when the caller loses its access. Return a function that ends the watch."""
+        if not caller.key:
+            return _unwatched  # there is nothing to lose
         place = (caller.tenant, caller.key)
         self._running.setdefault(place, {})[end] = None
 
@@ -41,10 +43,14 @@ class AccessWatch:
         """Follow changed account records. Call after the directory has applied them."""
         changed = {(record.kind, record.id) for record in changes.records}
         for (tenant, key), ends in list(self._running.items()):
-            if key and (changes.whole or ("key", key) in changed or ("tenant", tenant) in changed):
+            if changes.whole or ("key", key) in changed or ("tenant", tenant) in changed:
                 try:
                     self._directory.on_behalf(tenant, key=key)
                 except ApiError as error:
                     if error.code != "tenant_suspended":
                         for end in list(ends):
                             end(error)
+
+
+def _unwatched() -> None:
+    """Ends no watch."""

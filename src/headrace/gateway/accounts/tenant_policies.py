@@ -7,7 +7,7 @@ applies to the next request.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -114,12 +114,17 @@ class CacheModes(Mapping[str, CacheMode]):
         self._directory = directory
         self._cache = cache
 
+    def _mode(self, tenant: str) -> CacheMode | None:
+        return getattr(self._directory.settings_of(tenant).caches, self._cache)
+
     def __getitem__(self, tenant: str) -> CacheMode:
-        caches = self._directory.settings_of(tenant).caches
-        mode = getattr(caches, self._cache)
+        mode = self._mode(tenant)
         if mode is None:
             raise KeyError(tenant)
         return mode
+
+    def get(self, key: str, default: Any = None) -> Any:  # every request asks, and Mapping's raises a KeyError
+        return self._mode(key) or default
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._directory.tenants() if name in self)

@@ -58,6 +58,7 @@ class Lookups(msgspec.Struct):
     """Result of `recall`."""
 
     exact: ExactLookup | None = None
+    reads_exact: bool | None = None  # whether there may be one; None: not known yet
     semantic: SemanticLookup | None = None
     charges: list[VariantCharge] = []  # what verifying a hit has cost, whether it became one or not
 
@@ -135,6 +136,16 @@ class FlowState(msgspec.Struct):
         """True if a CancelledError is from work that ended with the answer, and the request's own task goes on."""
         task = asyncio.current_task()
         return self.is_stopped and work.cancelled() and (task is None or task.cancelling() == 0)
+
+    @property
+    def reads_exact(self) -> bool:
+        """True if the request looks into the exact cache."""
+        found, exact, exchange = self.lookups.reads_exact, self.services.exact, self.exchange
+        if found is None:
+            tenant, requested = exchange.caller.tenant, exchange.text_request.cache
+            found = exact is not None and exact.modes.access(tenant, requested=requested).reads
+            self.lookups.reads_exact = found
+        return found
 
     @property
     def shared_generation(self) -> SharedGeneration | None:

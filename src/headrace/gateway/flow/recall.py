@@ -164,8 +164,8 @@ async def _check_hit(services: Services, exchange: Exchange, lookup: SemanticLoo
 
 async def look_up_exact(state: FlowState, *, stale: bool) -> CacheHit | None:
     """Look up the exact cache once: first the original request, then the degraded one."""
-    exchange, exact = state.exchange, state.services.exact
-    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).reads:
+    exchange = state.exchange
+    if not state.reads_exact:
         return None
     if state.lookups.exact is not None:
         return state.lookups.exact.hit

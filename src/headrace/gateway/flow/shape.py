@@ -65,7 +65,7 @@ async def tokenise(state: FlowState) -> None:
     if exchange.served.upstream is not None:
         exchange.prompt_tokens = await prompt_tokens(exchange)
         return
-    if exact is None or not exact.modes.access(exchange.caller.tenant, requested=exchange.text_request.cache).reads:
+    if exact is None or not state.reads_exact:
         await prompts_of(exchange)
         return
     name = exact.prompts.name(exchange)  # a repeated request is not rendered and tokenised again

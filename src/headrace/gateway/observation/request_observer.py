@@ -80,8 +80,13 @@ class RequestObserver:
         timeline.ended = time.monotonic()
         fields: dict[str, Any] = {}
         facts: dict[str, Any] = {}
+        sample: RequestSample | None = None
         if exchange is not None:
-            fields, facts = exchange.log_line(), exchange.facts()
+            stages = exchange.stages()
+            fields, facts = exchange.log_line(stages), exchange.facts()
+            sample = sample_of(exchange, stages, error, self._prices)
+        elif counted:
+            sample = plain_sample(endpoint, tenant, timeline, error)
         record = RequestRecord(
             id="" if exchange is None else exchange.id,
             request_id=request_id,
@@ -99,11 +104,6 @@ class RequestObserver:
             if exchange is not None and (tenant or "-") in self._prompts_of:
                 record.prompt = _prompt_of(exchange)
             self.exporter.take(record)
-        sample: RequestSample | None = None
-        if exchange is not None:
-            sample = sample_of(exchange, error, self._prices)
-        elif counted:
-            sample = plain_sample(endpoint, tenant, timeline, error)
         if self.forward is not None:
             self.forward(record, sample)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.ledger.prices import PriceBook, microseconds
 from headrace.gateway.requests.text_request import TokenUsage
@@ -15,17 +17,19 @@ from headrace.observe.traces.timeline import Timeline
 _STAGES = ("queue", "prefill", "decode", "post", "hop")
 
 
-def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> RequestSample:
+def sample_of(
+    exchange: Exchange, stages: Mapping[str, float], error: ApiError | None, prices: PriceBook
+) -> RequestSample:
+    """`stages`: seconds of each."""
     usage, timeline = exchange.usage, exchange.timeline
-    by_stage = timeline.seconds_by_stage(exchange.generation_times)
     seconds = {"e2e": timeline.ended - timeline.began} if error is None else {}
     if exchange.first_at:
         seconds["ttft"] = exchange.first_at - timeline.began
     if usage.output_tokens > 1 and exchange.last_at > exchange.first_at:
         seconds["tpot"] = (exchange.last_at - exchange.first_at) / (usage.output_tokens - 1)
     for name in _STAGES:
-        if name in by_stage:
-            seconds[name] = by_stage[name]
+        if name in stages:
+            seconds[name] = stages[name]
     for part in timeline.parts:
         if part.name == "tokenise":
             seconds["tokenise"] = seconds.get("tokenise", 0.0) + part.ended - part.began
@@ -41,7 +45,7 @@ def sample_of(exchange: Exchange, error: ApiError | None, prices: PriceBook) -> 
         ),
         seconds=seconds,
         gaps=exchange.gaps,
-        stages=by_stage,
+        stages=stages,
         failed=error is not None and error.status >= 500,
     )
     _add_usage(sample, exchange, prices)

@@ -10,7 +10,6 @@ knows neither.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import Any, Literal
 
 import msgspec
@@ -219,7 +218,7 @@ def _is_json(text: str) -> bool:
 def combine_usages(usages: list[TokenUsage], n: int) -> TokenUsage:
     """Add up the usage of all choices. A prompt counts once, however many answers it has."""
     if len(usages) == 1:
-        return copy(usages[0])
+        return msgspec.structs.replace(usages[0])
     result = TokenUsage()
     for place, usage in enumerate(usages):
         if place % n == 0:

@@ -134,7 +134,7 @@ async def collect_choices(answers: AnswerRun, choices: list[Choice] | None = Non
     choices += [Choice(index) for index in range(choice_count(answers.exchange.text_request))]
 
     def add(piece: ChoiceDelta) -> bool:
-        if isinstance(piece, RestartDelta):
+        if type(piece) is RestartDelta:
             choices[piece.index] = Choice(piece.index)
         else:
             choices[piece.index].add(piece)

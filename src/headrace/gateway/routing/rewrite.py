@@ -48,7 +48,7 @@ def choose_rewrite(rewrites: Mapping[str, RewriteConfig], exchange: Exchange) ->
     """Return the rewrite of a request by its name; None if it has none, or is not sampled above its temperature."""
     text_request = exchange.text_request
     named = text_request.rewrite
-    if named == NO_REWRITE:
+    if named == NO_REWRITE or (named is None and not rewrites):
         return None
     if named is not None and named not in rewrites:
         known = ", ".join([*rewrites, NO_REWRITE])

@@ -97,8 +97,10 @@ class EngineAnswering:
             if over.done():
                 return
             stream = self._streams[place]
+            ready = stream.ready
             try:
-                while (output := stream.take()) is not None:
+                while ready:
+                    output = ready.popleft()
                     began = time.monotonic()
                     piece = readers[place, output.index].read(output)
                     now = time.monotonic()
@@ -113,8 +115,10 @@ class EngineAnswering:
                     if not take(piece):
                         over.set_result(False)
                         return
-                if stream.closed and all(each.closed for each in self._streams):
-                    over.set_result(True)
+                if stream.closed:
+                    stream.check()
+                    if all([each.closed for each in self._streams]):
+                        over.set_result(True)
             except Exception as error:
                 over.set_exception(error)
 
@@ -195,8 +199,8 @@ async def prompts_of(exchange: Exchange) -> list[Prompt]:
             if told.parameter == "prompt" and exchange.text_request.messages is not None:
                 told.parameter = "messages"
             raise told from None
-    exchange.prompt_tokens = sum(len(prompt.tokens) for prompt in found)
-    if image_tokens := sum(prompt.image_tokens for prompt in found):
+    exchange.prompt_tokens = sum([len(prompt.tokens) for prompt in found])
+    if image_tokens := sum([prompt.image_tokens for prompt in found if prompt.images]):
         exchange.notes["image_tokens"] = image_tokens
     exchange.shaped_at = exchange.shaped_at or time.monotonic()
     return found
@@ -239,7 +243,7 @@ async def _cut(exchange: Exchange) -> list[Prompt]:
     measured = [] if reader is None or not images else await reader.measured(images)
     messages = text_request.messages if reader is None else reader.template_messages(text_request.messages)
     render = partial(served.tokenizer.apply_template, messages, tools=tools or None, **text_request.template_values)
-    long = sum(len(message.get("content") or "") for message in text_request.messages) > _LONG_TEXT
+    long = sum([len(message.get("content") or "") for message in text_request.messages]) > _LONG_TEXT
 
     def shaped() -> str:
         text = render()

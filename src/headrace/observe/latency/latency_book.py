@@ -2,6 +2,7 @@
 
 A slice is a model, surface, tenant, endpoint, prompt length and route. Any coarser slice is a sum of these, so its
 percentiles are as right as theirs. The number of slices is bounded: beyond it, requests count for the slice `other`.
+Requests are added up a few dozen at a time, while that code is in the processor's caches, and before anyone reads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SLOT_S: Final = 60.0
 _KEPT_S: Final = 11 * SLOT_S  # of slots
 _TICK_S: Final = 10.0
 _TICKS: Final = 60
+_TOGETHER: Final = 32  # requests that are added up at once
 _LENGTHS: Final = (0, 128, 512, 2048, 8192, 32_768)
 
 
@@ -197,14 +199,25 @@ class LatencyBook:
         self._clock = clock
         self._most = most_slices
         self._known: dict[Slice, Slice] = {}  # every slice of a request, to the one that it counts for
+        self._waiting: list[tuple[float, RequestSample]] = []  # to be added up, with the times of their ends
         self._slots: deque[tuple[float, Rows]] = deque()
         self._total: Rows = {}
-        self.ticks: deque[Tick] = deque(maxlen=_TICKS)
+        self._ticks: deque[Tick] = deque(maxlen=_TICKS)
         self._new: Rows = {}  # not taken yet
         self.began = clock()
 
     def record(self, sample: RequestSample) -> None:
-        now = self._clock()
+        """Take a finished request. The sample belongs to the book from now on."""
+        self._waiting.append((self._clock(), sample))
+        if len(self._waiting) >= _TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for now, sample in waiting:
+            self._add(now, sample)
+
+    def _add(self, now: float, sample: RequestSample) -> None:
         rows = self._slot(now)
         known = self._known.get(sample.slice)
         key = self._bounded(sample.slice) if known is None else known
@@ -212,7 +225,7 @@ class LatencyBook:
         if row is None:
             row = rows[key] = Row()
         row.add(sample)
-        ticks = self.ticks
+        ticks = self._ticks
         if not ticks or now - ticks[-1].at >= _TICK_S:
             ticks.append(Tick(now - now % _TICK_S))
         tick = ticks[-1]
@@ -223,6 +236,12 @@ class LatencyBook:
         tick.output_tokens += sample.output_tokens
         if (ttft := sample.seconds.get("ttft")) is not None:
             tick.ttft.add(ttft)
+
+    @property
+    def ticks(self) -> Sequence[Tick]:
+        """The last ten minutes, oldest first."""
+        self._add_up()
+        return self._ticks
 
     def _bounded(self, slice: Slice) -> Slice:
         """Return the slice to count for. Beyond the bound, those of a model and surface are put together."""
@@ -237,6 +256,7 @@ class LatencyBook:
 
     def forget_tenant(self, label: str) -> None:
         """Count a tenant's past for the label `former`, so that sums over tenants never fall."""
+        self._add_up()
         for slice in [slice for slice, known in self._known.items() if known.tenant == label]:
             del self._known[slice]
         for rows in (self._total, *(rows for _, rows in self._slots)):
@@ -259,6 +279,7 @@ class LatencyBook:
 
     def take(self) -> Rows:
         """Return what was counted since the last call, in order to store it."""
+        self._add_up()
         if self._slots and self._slots[-1][1]:
             self._settle(self._slots[-1][1])
             self._slots.append((self._clock(), {}))
@@ -271,6 +292,7 @@ class LatencyBook:
 
     def window(self, seconds: float) -> Iterator[tuple[Slice, Row]]:
         """Yield the rows of the last seconds, in whole slots of a minute. A slice may come several times."""
+        self._add_up()
         now = self._clock()
         for began, rows in self._slots:
             if now - began < seconds + SLOT_S:
@@ -278,6 +300,7 @@ class LatencyBook:
 
     def total(self) -> Iterator[tuple[Slice, Row]]:
         """Yield the rows since the start. A slice may come twice."""
+        self._add_up()
         yield from self._total.items()
         if self._slots:
             yield from self._slots[-1][1].items()

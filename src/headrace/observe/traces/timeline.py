@@ -78,7 +78,7 @@ class GenerationTimes(NamedTuple):
 class Timeline:
     sample: ClassVar[float] = 0.0  # share of traces that are recorded by their id; set by the configuration
 
-    __slots__ = ("_context", "_sums", "began", "ended", "entered", "parts", "traceparent")
+    __slots__ = ("_context", "_summed", "_sums", "_times", "began", "ended", "entered", "parts", "traceparent")
 
     def __init__(self, began: float | None = None, traceparent: str | None = None) -> None:
         self.began = time.monotonic() if began is None else began
@@ -87,7 +87,9 @@ class Timeline:
         self.parts: list[Part] = []
         self.traceparent = traceparent  # the client's header
         self._context: TraceContext | None = None
-        self._sums: tuple[GenerationTimes | None, dict[str, float]] | None = None  # once the request has ended
+        self._times: GenerationTimes | None = None
+        self._sums: dict[str, float] = {}  # of the first `_summed` stages, split by `_times`
+        self._summed = 0
 
     @property
     def context(self) -> TraceContext:
@@ -129,26 +131,29 @@ class Timeline:
     def seconds_by_stage(self, times: GenerationTimes | None = None, *, now: float | None = None) -> dict[str, float]:
         """Return the sums of `stages(times, now=now)` by name, for every response: without an object for each.
 
-        Those of a request that has ended are computed once: do not change them."""
-        if now is not None or not self.ended:
-            return self._sum_stages(times, now or time.monotonic())
-        if self._sums is None or self._sums[0] != times:
-            self._sums = (times, self._sum_stages(times, self.ended))
-        return self._sums[1]
-
-    def _sum_stages(self, times: GenerationTimes | None, end: float) -> dict[str, float]:
-        entered = self.entered
-        ends = [began for _, began in entered[1:]]
-        ends.append(max(end, entered[-1][1]))
-        sums: dict[str, float] = {}
-        for (name, began), ended in zip(entered, ends, strict=True):
-            if name == GENERATE:
-                edges = _edges(began, ended, times)
-                for place, (inner, edge) in enumerate(edges, 1):
-                    sums[inner] = sums.get(inner, 0.0) + (edges[place][1] if place < len(edges) else ended) - edge
-            else:
-                sums[name] = sums.get(name, 0.0) + ended - began
+        A stage that has ended is added once, however often the sums are asked for."""
+        end = now or self.ended or time.monotonic()
+        entered, last = self.entered, len(self.entered) - 1
+        if times != self._times:
+            self._times, self._sums, self._summed = times, {}, 0
+        sums = self._sums
+        for place in range(self._summed, last):
+            name, began = entered[place]
+            _add_stage(sums, name, began, entered[place + 1][1], times)
+        self._summed = last
+        sums = sums.copy()
+        name, began = entered[last]
+        _add_stage(sums, name, began, max(end, began), times)
         return sums
+
+
+def _add_stage(sums: dict[str, float], name: str, began: float, ended: float, times: GenerationTimes | None) -> None:
+    if name != GENERATE:
+        sums[name] = sums.get(name, 0.0) + ended - began
+        return
+    edges = _edges(began, ended, times)
+    for (inner, edge), (_, end) in zip(edges, (*edges[1:], ("", ended)), strict=True):
+        sums[inner] = sums.get(inner, 0.0) + end - edge
 
 
 def _split(began: float, ended: float, times: GenerationTimes | None) -> list[Stage]:

@@ -209,7 +209,7 @@ def read_chat_request(
 
 def build_chat_request(given: dict[str, Any], headers: Mapping[str, str], limits: RequestLimits) -> TextRequest:
     """Build a request from parameters that the table has converted."""
-    tools = _read_tools(given.get("tools") or [], limits)
+    tools = _read_tools(given["tools"], limits) if "tools" in given else ()
     choosing, only, allowed = _read_tool_choice(given.get("tool_choice"), tools)
     check_stream_options(given)
     options: StreamOptions | None = given.get("stream_options")

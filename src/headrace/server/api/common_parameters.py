@@ -6,7 +6,7 @@ for clients that cannot add fields to a body; the body takes precedence. Does no
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -156,6 +156,7 @@ TRUNCATION: Final = Parameter(
     "auto: drops the oldest messages of a conversation that is too long, as overflow: drop does.",
     Literal["auto", "disabled"],
 )
+_EXTRA_NAMES: Final = frozenset({*EXTRAS, "seed", "truncation"})  # that `extra_fields` reads
 HEADER_PREFIX: Final = "x-headrace-"
 _HEADERS: Final = {
     HEADER_PREFIX + name.replace("_", "-"): name
@@ -235,7 +236,7 @@ def build_sampling(given: Mapping[str, Any], *, logprobs: int | None) -> Samplin
         frequency_penalty=given.get("frequency_penalty", 0.0),
         presence_penalty=given.get("presence_penalty", 0.0),
         logit_bias=_parse_bias(given.get("logit_bias") or {}),
-        seed=secrets.randbits(63) if seed is None else seed % 2**64,
+        seed=int.from_bytes(os.urandom(8)) >> 1 if seed is None else seed % 2**64,
         logprobs=logprobs,
     )
 
@@ -268,6 +269,8 @@ def parse_stops(stop: str | list[str] | None, limits: RequestLimits) -> tuple[st
 def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: ParameterTable) -> dict[str, Any]:
     """Return the parameters with those that came as headers. ApiError for a header that the endpoint does not take."""
     merged = dict(given)
+    if HEADER_PREFIX not in " ".join(headers):
+        return merged
     for header, text in headers.items():
         if not header.startswith(HEADER_PREFIX) or header == STRICT_HEADER:
             continue
@@ -279,8 +282,10 @@ def with_headers(given: Mapping[str, Any], headers: Mapping[str, str], table: Pa
 
 
 def extra_fields(given: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a request that come from EXTRAS and from the headers."""
+    """Return the fields of a request that come from EXTRAS and from the headers, if there is any."""
     all_given = with_headers(given, headers, EXTRAS)
+    if all_given.keys().isdisjoint(_EXTRA_NAMES):
+        return {}
     own = {name: all_given[name] for name in _HEADERS.values() if name in all_given}
     deadline = own.pop("deadline_ms", None)
     if given.get("cache_prompt") is False:
@@ -322,6 +327,8 @@ def _convert_header(text: str, type: Any, name: str) -> Any:
 
 def guided_parameter(given: Mapping[str, Any]) -> str | None:
     """Return the name of the guided_* parameter that the request has."""
+    if given.keys().isdisjoint(_GUIDES):
+        return None
     return next((name for name in _GUIDES if name in given), None)
 
 
@@ -341,9 +348,9 @@ def json_schema_grammar(schema: Mapping[str, Any]) -> Grammar:
 
 def guided_grammar(given: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar of the guided_* parameter. ApiError if there are several."""
-    names = [name for name in _GUIDES if name in given]
-    if not names:
+    if given.keys().isdisjoint(_GUIDES):
         return None
+    names = [name for name in _GUIDES if name in given]
     if len(names) > 1:
         raise invalid_request(f"'{names[1]}' cannot be combined with '{names[0]}'. Send one.", names[1])
     value = given[names[0]]

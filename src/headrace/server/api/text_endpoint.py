@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -52,7 +52,7 @@ async def answer_in_full(
 ) -> dict[str, Any]:
     """Return the body of an answer, for a caller without a connection. GoneError where `watch` has ended it."""
     flow = open_flow(exchange, services)
-    with _observing(exchange, services), _settling(flow, None if watch is None else watch(flow.cancel)):
+    with _observing(exchange, services), _Settling(flow, None if watch is None else watch(flow.cancel)):
         await flow.begin()
         return await _collect(flow, dialect)
 
@@ -64,7 +64,7 @@ async def answer_into(
     flow = open_flow(exchange, services)
     events: EventWriter | None = None
     try:
-        with _observing(exchange, services), _settling(flow, watch(flow.cancel)):
+        with _observing(exchange, services), _Settling(flow, watch(flow.cancel)):
             await flow.begin()
             if flow.is_client_gone:
                 raise GoneError
@@ -147,21 +147,24 @@ async def _deliver(
 ) -> None:
     """Deliver an answer. Raise ApiError before the first byte; send later errors as an event."""
     flow = open_flow(exchange, services)
-    with _noting_charge(call, flow), _settling(flow, call.watch(flow.cancel)):
-        await flow.begin()
-        if flow.is_client_gone:
-            raise GoneError  # while its prompt was cut into tokens
-        if exchange.text_request.stream:
-            relayed = flow.relayed() if dialect.relays else None
-            if relayed is None:
-                await _stream(call, flow, dialect, headers)
+    try:
+        with _Settling(flow, call.watch(flow.cancel)):
+            await flow.begin()
+            if flow.is_client_gone:
+                raise GoneError  # while its prompt was cut into tokens
+            if exchange.text_request.stream:
+                relayed = flow.relayed() if dialect.relays else None
+                if relayed is None:
+                    await _stream(call, flow, dialect, headers)
+                else:
+                    await _relay(call, flow, relayed, dialect, headers)
             else:
-                await _relay(call, flow, relayed, dialect, headers)
-        else:
-            body = await _collect(flow, dialect)
-            exchange.timeline.enter("deliver")
-            timed = {**headers, **flow.headers(), "server-timing": exchange.server_timing()}
-            await call.reply(Response.json(body, headers=timed))
+                body = await _collect(flow, dialect)
+                exchange.timeline.enter("deliver")
+                timed = {**headers, **flow.headers(), "server-timing": exchange.server_timing()}
+                await call.reply(Response.json(body, headers=timed))
+    finally:
+        call.charged = flow.is_charged
 
 
 @contextmanager
@@ -177,32 +180,22 @@ def _observing(exchange: Exchange, services: Services) -> Generator[None]:
         services.observer.finish_inside(exchange, error)
 
 
-@contextmanager
-def _noting_charge(call: ApiCall, flow: AnswerFlow) -> Generator[None]:
-    try:
-        yield
-    finally:
-        call.charged = flow.is_charged
-
-
-@contextmanager
-def _settling(flow: AnswerFlow, unwatch: Callable[[], None] | None = None) -> Generator[None]:
+class _Settling(AbstractContextManager[None]):
     """Settles at the end, whatever it is, and watches the client no more."""
-    error: ApiError | None = None
-    try:
-        yield
-    except GoneError:
-        raise
-    except Exception as caught:
-        error = as_api_error(caught)
-        raise
-    except asyncio.CancelledError:
-        error = ApiError("The server has shut down. Try again.", kind="overloaded_error", code="draining")
-        raise
-    finally:
-        if unwatch is not None:
-            unwatch()
-        flow.settle(error)
+
+    def __init__(self, flow: AnswerFlow, unwatch: Callable[[], None] | None = None) -> None:
+        self._flow = flow
+        self._unwatch = unwatch
+
+    def __exit__(self, kind: object, caught: BaseException | None, trace: object) -> None:
+        error: ApiError | None = None
+        if isinstance(caught, asyncio.CancelledError):
+            error = ApiError("The server has shut down. Try again.", kind="overloaded_error", code="draining")
+        elif isinstance(caught, Exception) and not isinstance(caught, GoneError):
+            error = as_api_error(caught)
+        if self._unwatch is not None:
+            self._unwatch()
+        self._flow.settle(error)
 
 
 async def _relay(
@@ -218,7 +211,7 @@ async def _relay(
     ended = await relayed.relay(hold, dialect.events)
     if not first or flow.is_client_gone:
         raise GoneError
-    await call.begin_events({**headers, **flow.headers()})
+    await call.begin_events({**headers, **flow.headers()}, follows=True)
     try:
         await call.write(b"".join(first))
         while not ended:
@@ -256,7 +249,7 @@ async def _stream(call: ApiCall, flow: AnswerFlow, dialect: Dialect, headers: Ma
         return offer(data) if data else True
 
     beginning = events.begin() + write_piece(events, first[0])
-    await call.begin_events({**headers, **flow.headers()}, dialect.stream_type)
+    await call.begin_events({**headers, **flow.headers()}, dialect.stream_type, follows=True)
     try:
         await call.write(beginning)
         while not await flow.run(write):

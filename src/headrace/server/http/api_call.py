@@ -6,7 +6,7 @@ Speaks plain ASGI and knows no endpoint. RequestCycle is the server's side of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
 
@@ -16,7 +16,7 @@ from headrace.gateway.api_errors import ApiError, invalid_request
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.observe.traces.timeline import Timeline
 from headrace.server.http.content_encoding import Inflater, inflater_for
-from headrace.server.http.request_cycle import BEGAN, BODY, GONE, PUSH
+from headrace.server.http.request_cycle import BEGAN, BODY, FOLLOWS, GONE, PUSH
 from headrace.server.http.unknown_fields import IGNORED_HEADER, STRICT, UnknownFields
 
 Scope = MutableMapping[str, Any]
@@ -204,38 +204,45 @@ class ApiCall:
             (b"content-type", reply.type),
             (b"content-length", str(len(reply.body)).encode()),
             *self._own_headers(),
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()),
+            *_encoded(reply.headers),
         ]
-        await self._begin(reply.status, headers)
+        await self._begin(reply.status, headers, follows=True)
         body = b"" if self.scope["method"] == "HEAD" else reply.body
         await self._send({"type": "http.response.body", "body": body})
 
-    def _own_headers(self) -> Iterator[tuple[bytes, bytes]]:
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
         id = self.id.encode()
-        yield b"x-request-id", id
+        headers = [(b"x-request-id", id)]
         if self.errors == ANTHROPIC:
-            yield b"request-id", id  # where Anthropic's clients look
+            headers.append((b"request-id", id))  # where Anthropic's clients look
         if ignored := self.unknown.header:
-            yield IGNORED_HEADER.encode(), ignored.encode()
+            headers.append((IGNORED_HEADER.encode(), ignored.encode()))
+        return headers
 
-    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+    async def _begin(self, status: int, headers: list[tuple[bytes, bytes]], *, follows: bool = False) -> None:
+        message: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": headers}
+        if follows:
+            message[FOLLOWS] = True
+        await self._send(message)
         self.started, self.status = True, status
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Start a response with exactly these headers."""
         await self._begin(status, headers)
 
-    async def begin_events(self, headers: Mapping[str, str], type: bytes = EVENT_STREAM) -> None:
-        """Start a response that is sent in pieces, by default server-sent events."""
+    async def begin_events(
+        self, headers: Mapping[str, str], type: bytes = EVENT_STREAM, *, follows: bool = False
+    ) -> None:
+        """Start a response that is sent in pieces, by default server-sent events. `follows`: the first one follows at
+        once, and is sent together with the head."""
         raw = [
             (b"content-type", type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # tells nginx not to buffer
             *self._own_headers(),
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+            *_encoded(headers),
         ]
-        await self._begin(200, raw)
+        await self._begin(200, raw, follows=follows)
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Wait while the client does not read; the server cuts the connection if that takes too long."""
@@ -262,9 +269,13 @@ class ApiCall:
             (b"content-disposition", f'attachment; filename="{filename}"'.encode("latin-1", "replace")),
             (b"x-content-type-options", b"nosniff"),
             *self._own_headers(),
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+            *_encoded(headers),
         ]
         await self._begin(200, raw)
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 async def _inflated(received: AsyncIterator[bytes], inflater: Inflater, most: int) -> AsyncIterator[bytes]:

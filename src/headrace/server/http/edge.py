@@ -41,6 +41,7 @@ _FIELD: Final = 32  # bytes added to the size of each header, as in HTTP/2, for 
 _UNREAD: Final = 64 * 1024  # bytes of a body that the application has not read; beyond that the socket is not read
 _PIPELINED: Final = 16  # pipelined requests that wait for the one before
 _PROGRESS: Final = 16 * 1024  # bytes that a slow reader must take within `reader_s`
+_RESOLUTION: Final = 0.002  # seconds by which a timer may be early
 _LINGER: Final = 2.0  # seconds for a client to read why its connection ends, while its input is dropped
 _DROPPED_PER_S: Final = 32 * 1024 * 1024  # bytes of unwanted input, of all connections together
 _DROPPED_AHEAD_S: Final = 0.05
@@ -151,6 +152,7 @@ class Connection(asyncio.Protocol):
         self.full = False  # the opposite of `room`, for callers that do not wait
         self._bounds = edge.bounds
         self._loop = asyncio.get_running_loop()
+        self.time = self._loop.time
         self._transport: asyncio.Transport = cast("asyncio.Transport", None)
         self._address = ""  # of the client; empty for a Unix socket
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -158,7 +160,10 @@ class Connection(asyncio.Protocol):
         self._half = False  # the client has closed its half of the connection
         self._finished = False  # nothing more is written
         self._paused = False  # the socket is not read
-        self._timer: asyncio.TimerHandle | None = None  # for the client's next action
+        self._timeout = 0.0  # when the client's next action is due, on the loop's clock
+        self._timeout_why: str | None = None  # None: nothing is due
+        self._timer: asyncio.TimerHandle | None = None  # looks at the timeout, at `_timer_at`
+        self._timer_at = 0.0
         self._reader_timer: asyncio.TimerHandle | None = None  # for the client to read
         self._running: RequestCycle | None = None
         self._waiting: deque[RequestCycle] = deque()
@@ -209,10 +214,10 @@ class Connection(asyncio.Protocol):
         metrics.connections.dec()
         if isinstance(exc, TimeoutError):
             metrics.cut.labels("unreachable").inc()  # the kernel got no acknowledgement
-        self._wait(0.0, None)
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._reader_timer = self._timeout_why = None
         self._drops_input = True
         for cycle in (self._running, self._reading, *self._waiting):
             if cycle is not None:
@@ -432,9 +437,7 @@ class Connection(asyncio.Protocol):
     def _begin(self, cycle: RequestCycle) -> None:
         self._wait(0.0, None)
         self._running = cycle
-        task = self._loop.create_task(self._run(cycle))
-        self.edge.tasks.add(task)
-        task.add_done_callback(self.edge.tasks.discard)
+        self.edge.tasks.add(self._loop.create_task(self._run(cycle)))
 
     async def _run(self, cycle: RequestCycle) -> None:
         try:
@@ -442,6 +445,8 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("the application failed")
         finally:
+            # Not by a callback of the task, which would take a turn of the event loop of its own.
+            self.edge.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
             cycle.scope.pop("extensions", None)  # break the reference cycle between the scope and the request cycle
             if cycle.complete or cycle.lost:
                 pass
@@ -545,15 +550,30 @@ class Connection(asyncio.Protocol):
         self.abort()
 
     def _wait(self, seconds: float, why: str | None) -> None:
-        """Replace the timeout for the client's next action. `why` None: no timeout."""
+        """Replace the timeout for the client's next action. `why` None: no timeout.
+
+        A timer that goes off early enough stays: every request has several timeouts, and next to none is ever due."""
+        self._timeout_why = why
+        if why is None:
+            return
+        self._timeout = self._loop.time() + seconds
+        if self._timer is None or self._timer_at > self._timeout:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if why is not None:
-            self._timer = self._loop.call_later(seconds, self._over, why)
+        self._timer_at = self._timeout
+        self._timer = self._loop.call_at(self._timeout, self._look_at_timeout)
 
-    def _over(self, why: str) -> None:
+    def _look_at_timeout(self) -> None:
         self._timer = None
+        if self._timeout_why is None:
+            return
+        if self._timeout - self._loop.time() > _RESOLUTION:
+            self._set_timer()
+            return
+        why, self._timeout_why = self._timeout_why, None
         if why == "idle":
             self._finish()
         elif why == "slow headers":

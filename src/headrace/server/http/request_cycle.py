@@ -17,6 +17,7 @@ Message = MutableMapping[str, Any]
 PUSH: Final = "headrace.push"  # writes a part of the body at once; returns whether there is room for more
 BODY: Final = "headrace.body"  # returns the complete request body if none of it was received yet; else None
 BEGAN: Final = "headrace.began"  # in the scope: when the headers were complete, on the monotonic clock
+FOLLOWS: Final = "headrace.follows"  # in the start of a response: a body follows at once, to be written with the head
 GONE: Final = "headrace.gone"  # calls back once, in an iteration of the event loop of its own, when the client has left
 
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
@@ -39,6 +40,7 @@ class CycleConnection(Protocol):
 
     room: asyncio.Event  # set while the write buffer has room
     full: bool  # the opposite of `room`, for callers that do not wait
+    time: Callable[[], float]  # the loop's clock, which stands still during a turn of the event loop
 
     @property
     def edge(self) -> ConnectionOwner: ...
@@ -61,7 +63,10 @@ class RequestCycle:
         "_chunked",
         "_connection",
         "_end_delivered",
+        "_gathered",
+        "_head",
         "_leaving",
+        "_pushed_at",
         "_unwritten",
         "_waiter",
         "body",
@@ -103,6 +108,9 @@ class RequestCycle:
         self.complete = False
         self._connection = connection
         self._end_delivered = False  # the application has received the whole body
+        self._head = b""  # waits for the body that follows
+        self._pushed_at = -1.0  # the last part of the body, on the loop's clock
+        self._gathered: list[bytes] = []  # further parts that came in the same turn of the event loop
         self._chunked = False
         self._unwritten: int | None = None  # bytes missing of the declared content-length; None without one
         self._waiter: asyncio.Future[None] | None = None
@@ -154,23 +162,38 @@ class RequestCycle:
 
     async def send(self, message: Message) -> None:
         connection = self._connection
-        if not connection.room.is_set():
+        if connection.full:
             await connection.room.wait()
         if self.lost:
             return
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
+            if FOLLOWS not in message:
+                connection.write(self._head)
+                self._head = b""
         else:
             self._write(message.get("body", b""), more=message.get("more_body", False))
 
     def push(self, body: bytes) -> bool:
         """Write a part of the body without waiting. Return whether there is room for more. See PUSH."""
         connection = self._connection
-        if self._chunked and not (self.lost or self.complete):  # the common case; otherwise see `_write`
-            connection.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if self._chunked and not (self.lost or self.complete or self._head):  # the common case; otherwise see `_write`
+            data, now = b"%x\r\n%b\r\n" % (len(body), body), connection.time()
+            if now != self._pushed_at:
+                self._pushed_at = now
+                connection.write(data)
+            else:  # most of an answer at once: from a cache, or because the event loop was late
+                if not self._gathered:
+                    asyncio.get_running_loop().call_soon(self._flush)
+                self._gathered.append(data)
         elif not self.lost:
             self._write(body, more=True)
         return not connection.full
+
+    def _flush(self) -> None:
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            self._connection.write(b"".join(gathered))
 
     def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self.started:
@@ -202,7 +225,7 @@ class RequestCycle:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         self.started, self.expects = True, False
-        connection.write(b"".join(lines))
+        self._head = b"".join(lines)
 
     def _rest_is_short(self) -> bool:
         """True if the rest of the body is short enough to read and drop."""
@@ -223,6 +246,9 @@ class RequestCycle:
                 self._unwritten -= len(body)
                 if self._unwritten < 0 or (self._unwritten and not more):
                     raise RuntimeError("the response does not have its declared content-length")
+        if self._head or self._gathered:
+            data = b"".join((self._head, *self._gathered, data))
+            self._head, self._gathered = b"", []
         if data:
             self._connection.write(data)
         if not more:

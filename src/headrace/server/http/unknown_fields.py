@@ -68,6 +68,8 @@ class UnknownFields:
     @property
     def header(self) -> str:
         """Return the value of the response header: the first names, and `...` if there are more. Empty if none."""
+        if not self._names:
+            return ""
         names = list(self._names)
         return ", ".join([*names[:_HEADER_NAMES], *(["..."] if len(names) > _HEADER_NAMES else [])])
 

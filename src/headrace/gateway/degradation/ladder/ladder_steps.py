@@ -159,6 +159,8 @@ class DegradationRecord(msgspec.Struct):
     @property
     def steps(self) -> tuple[StepName, ...]:
         """Return each recorded step once, in the ladder's order."""
+        if not self.changes:
+            return ()
         recorded = {step for step, _ in self.changes}
         return tuple(step for step in STEP_ORDER if step in recorded)
 

@@ -58,7 +58,7 @@ def number_sources(
     messages = text_request.messages or []
     sources = text_request.sources
     if not sources:
-        if not any(_may_have_sources(message) for message in messages):
+        if not any([_may_have_sources(message) for message in messages]):
             return text_request, None
         messages, sources = extract_tagged_sources(messages)
         if not sources:
@@ -70,7 +70,9 @@ def number_sources(
 
 
 def _may_have_sources(message: ChatMessage) -> bool:
-    return "<source" in (message.get("content") or "") or str(message.get("name") or "").startswith("source")
+    return "<source" in (message.get("content") or "") or (
+        "name" in message and str(message["name"] or "").startswith("source")
+    )
 
 
 async def _image_tokens(messages: Sequence[ChatMessage], served: ServedVariant) -> dict[str, int]:

@@ -240,7 +240,7 @@ class BackgroundResponses:
         finally:
             self._forget(run)
             if context.config.log.requests:
-                log.info("background", response=run.id, **exchange.log_line())
+                log.info("background", response=run.id, **exchange.log_line(exchange.stages()))
 
     async def _answer(self, run: _Run, answer: KeptAnswer, exchange: Exchange) -> None:
         services, dialect = self._context.services, answer.dialect()
