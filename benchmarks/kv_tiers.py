@@ -1,6 +1,6 @@
 """Measures the time to the first token of a conversation that comes back: computed again, or from host memory or disk.
 
-    python benchmarks/kv_tiers.py MODEL [--tokens 4000] [--rounds 5]
+    python benchmarks/kv_tiers.py MODEL [--tokens 4000] [--rounds 5] [--kv-block 16]
 
 Two conversations take turns in a KV cache that has room for one, so that each turn finds its KV in the tier and not in
 the cache. "disk" is read with an empty page cache, "disk, cached" from the page cache.
@@ -40,7 +40,7 @@ def empty_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(model: str, tokens: int, rounds: int, kv: str) -> dict[str, list[float]]:
+def measure(model: str, tokens: int, rounds: int, kv: str, kv_block: int) -> dict[str, list[float]]:
     dice = random.Random(1)
     room = 1 << 34
     kinds: dict[str, dict[str, Any]] = {
@@ -55,7 +55,8 @@ def measure(model: str, tokens: int, rounds: int, kv: str) -> dict[str, list[flo
         with tempfile.TemporaryDirectory() as folder:
             if "kv_disk_bytes" in options:
                 options = {**options, "kv_disk_folder": folder}
-            with LLM(model, context=tokens + 64, kv_tokens=tokens + 512, kv=kv, speculation="none", **options) as llm:
+            options |= {"context": tokens + 64, "kv_tokens": tokens + 512, "kv": kv, "kv_block": kv_block}
+            with LLM(model, speculation="none", **options) as llm:
                 if not expected:
                     size = llm.tokenizer.vocab_size
                     prompts = [[dice.randrange(size // 2) for _ in range(tokens)] for _ in range(2)]
@@ -73,7 +74,7 @@ def measure(model: str, tokens: int, rounds: int, kv: str) -> dict[str, list[flo
                 if kind == "cold":
                     first_token_s(llm, prompts[0])
                     found["KV cache"] = [first_token_s(llm, prompts[0])[0] for _ in range(rounds)]
-                    print(f"KV of a conversation: {tokens / 16 * llm.opened.executor.block_bytes / 2**20:.0f} MiB")
+                    print(f"KV of a conversation: {tokens * llm.opened.executor.kv_bytes_per_token / 2**20:.0f} MiB")
     return found
 
 
@@ -83,8 +84,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kv", default="bf16")
+    parser.add_argument("--kv-block", type=int, default=16)
     given = parser.parse_args()
-    found = measure(given.model, given.tokens, given.rounds, given.kv)
+    found = measure(given.model, given.tokens, given.rounds, given.kv, given.kv_block)
     cold = statistics.median(found["cold"])
     print("| from | TTFT, median | least to most | of cold |\n|---|---:|---|---:|")
     for kind, seconds in found.items():

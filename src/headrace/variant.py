@@ -14,6 +14,8 @@ from headrace.errors import RequestError
 from headrace.surfaces import SurfaceOptions
 
 DEFAULT_MODEL = "mini"  # bundled
+DEFAULT_KV_BLOCK = 16
+KV_BLOCKS = (16, 32, 64, 128)  # the kernels read 16 tokens at once
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -27,6 +29,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     threads: int | None = None  # None: all of the machine's cores
     context: int | None = None  # tokens of one sequence
     kv_tokens: int | None = None  # tokens of all sequences together
+    kv_block: int = DEFAULT_KV_BLOCK  # tokens of a block: the unit of paging and of prefix reuse
     max_rows: int = 512  # tokens of one step
     isa: str | None = None
     arithmetic: str | None = None  # "portable": the same bits on every machine

@@ -44,6 +44,7 @@ def test_a_trace_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--seconds", "nan"], "seconds"),
         (["--load", "-1"], "load"),
         (["--tenants", "0"], "tenants"),
+        (["--kv-block", "0"], "kv_block"),
         (["--surfaces", "chat=x"], "surfaces"),
         (["--surfaces", "nobody=1"], "surfaces"),
         (["--trace", "no-such-file"], "no-such-file"),

@@ -57,7 +57,7 @@ def test_answers_are_the_same_whatever_tier_their_kv_came_from(tiny_folder: Path
 
 def test_an_engine_of_another_kind_does_not_find_what_a_folder_has(tiny_folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv_disk_bytes": 64 << 20, "kv_disk_folder": str(tmp_path)}
-    for changes, expected in (({}, 0), ({}, 144), ({"kv": "int8"}, 0), ({"weights": "bf16"}, 0)):
+    for changes, expected in (({}, 0), ({}, 144), ({"kv": "int8"}, 0), ({"kv_block": 32}, 0), ({"kv_block": 32}, 128)):
         opened = open_tiny(tiny_folder, **(options | changes))
         assert conversation(opened, 0, 1)[1] == expected, changes
         opened.engine.close()

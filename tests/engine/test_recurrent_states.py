@@ -164,3 +164,14 @@ def test_a_recurrent_model_drafts_for_none(folder: Folder) -> None:
     with pytest.raises(RequestError, match="cannot be a draft model") as caught:
         engine_of(Path("mini"), speculation="model", draft_model=str(folder("lfm2")))
     assert caught.value.parameter == "draft_model"
+
+
+def test_states_are_kept_at_the_ends_of_larger_blocks(folder: Folder) -> None:
+    found: list[list[int]] = []
+    for size, cached in ((16, 144), (64, 128)):
+        engine = engine_of(folder("lfm2"), kv_block=size)
+        for number, expected in enumerate((0, cached)):
+            tokens, hits = run(engine, request(f"{number}", prompt(150), count=8))
+            found += tokens.values()
+            assert list(hits.values()) == [expected]
+    assert found == found[:1] * 4

@@ -5,6 +5,7 @@ Maps flags to measurements and prints tables.
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Annotated, Final, Literal, get_args
 
@@ -25,7 +26,7 @@ from headrace.bench.references.kernels import KernelResult, compare_attention, c
 from headrace.bench.results.formatting import milliseconds, number, share
 from headrace.errors import RequestError
 from headrace.models.model_folder import find_model, open_model
-from headrace.variant import DEFAULT_MODEL, Variant
+from headrace.variant import DEFAULT_MODEL, KV_BLOCKS, Variant
 
 Subject = Literal["engine", "memory", "kernels"]
 _COLUMNS: Final = 100
@@ -65,8 +66,8 @@ def reference(
     Usage: headrace bench reference mini --requests 16
 
     `engine` runs the model on this machine without prefix reuse, with static batches, one request at a time, and
-    without a KV cache; all give the same tokens. `memory` simulates KV memory that is reserved in one piece. `kernels`
-    times attention and products in numpy, tiled and joined and not.
+    without a KV cache; all give the same tokens. `memory` simulates KV memory in blocks of several sizes, and reserved
+    in one piece. `kernels` times attention and products in numpy, tiled and joined and not.
 
     Parameters
     ----------
@@ -77,7 +78,8 @@ def reference(
     requests
         Requests that arrive together.
     prompt
-        Tokens of a prompt; half of them are the same in all.
+        Tokens of a prompt; half of them are the same in all. For `memory` the longest prompt, and half of it the
+        shortest.
     answer
         Tokens of an answer, on average.
     weights
@@ -167,9 +169,18 @@ def _engine(
 
 def _memory(requests: int, prompt: int, answer: int, kv_tokens: int, context: int, seed: int) -> list[AllocationResult]:
     jobs = reference_jobs(1000, requests=16 * requests, prompt=prompt, answer=answer, seed=seed)
-    # Clients ask for more than they get: max_tokens is twice the mean answer.
-    wanted = [MemoryRequest(len(job.prompt), job.answer, max(job.answer, 2 * answer)) for job in jobs]
-    return [simulate_allocation(wanted, each, kv_tokens=kv_tokens, context=context) for each in POLICIES]
+    dice = random.Random(f"{seed} lengths")
+    # Prompts of many lengths fill blocks to every degree. Clients ask for more than they get: max_tokens is twice the
+    # mean answer.
+    wanted = [
+        MemoryRequest(dice.randint(-(-prompt // 2), prompt), job.answer, max(job.answer, 2 * answer)) for job in jobs
+    ]
+    sizes = {"paged": KV_BLOCKS}
+    return [
+        simulate_allocation(wanted, policy, kv_tokens=kv_tokens, context=context, block=block)
+        for policy in POLICIES
+        for block in sizes.get(policy, (0,))
+    ]
 
 
 def _kernels(rounds: int, seed: int) -> list[KernelResult]:
@@ -203,7 +214,7 @@ def _show(report: ReferenceReport, console: Console) -> None:
             table.add_column(heading, justify="right")
         for each in report.memory:
             table.add_row(
-                each.policy,
+                f"{each.policy}, {each.block}" if each.block else each.policy,
                 f"{each.at_once:.1f}",
                 share(each.wasted),
                 share(each.unusable),

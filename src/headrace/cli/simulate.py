@@ -42,6 +42,7 @@ from headrace.bench.simulation.synthetic_traffic import (
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.errors import RequestError
+from headrace.variant import DEFAULT_KV_BLOCK
 
 Question = Literal["run", "abuse", "cold", "overload"]
 
@@ -81,6 +82,7 @@ def simulate(
     pair_ns: float = 30.0,
     noise: float = 0.05,
     kv_tokens: int = 131_072,
+    kv_block: int = DEFAULT_KV_BLOCK,
     sequences: int = 32,
     max_rows: int = 512,
     seed: int = 0,
@@ -141,6 +143,8 @@ def simulate(
         Standard deviation of the logarithm of step times.
     kv_tokens
         Tokens that fit in the KV memory.
+    kv_block
+        Tokens of a block of KV, 1 to 1024. The engine has 16, 32, 64 and 128.
     sequences
         Maximum running sequences.
     max_rows
@@ -167,6 +171,8 @@ def simulate(
     ):
         if not least <= value < math.inf:
             raise RequestError(f"{name} must be at least {least:g}, not {value}.", parameter=name)
+    if not 1 <= kv_block <= 1024:
+        raise RequestError(f"kv_block must be 1 to 1024, not {kv_block}.", parameter="kv_block")
     questions = ask or ["run"]
     chosen = orders or list(ORDERS)
     mix = TrafficMix(
@@ -184,7 +190,12 @@ def simulate(
     mix.check()
     limits = SchedulerLimits(max_sequences=sequences, max_rows=max_rows, context=min(32_768, kv_tokens // 2))
     hardware = Hardware(
-        fixed=fixed_ms / 1e3, per_row=row_ms / 1e3, per_pair=pair_ns / 1e9, noise=noise, blocks=kv_tokens // 16
+        fixed=fixed_ms / 1e3,
+        per_row=row_ms / 1e3,
+        per_pair=pair_ns / 1e9,
+        noise=noise,
+        blocks=kv_tokens // kv_block,
+        block_tokens=kv_block,
     )
 
     def report_progress(text: str) -> None:
@@ -335,6 +346,7 @@ def _show_run(console: Console, summary: SimulationSummary) -> None:
     console.print(
         f"[bold]{summary.order}[/bold]: {summary.all.requests:,} requests, {summary.rows:,} tokens computed in "
         f"{summary.steps:,} steps, {summary.seconds:,.0f} s, busy {summary.busy:.0%}; {summary.preempted} preempted; "
+        f"{summary.wasted:.1%} of the KV held has no token; "
         f"fairness {summary.fairness:.3f}, worst tenant {summary.worst:.0%} good"
     )
     table = _table("")

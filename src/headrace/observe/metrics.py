@@ -275,6 +275,7 @@ _ENGINE: Final = {
     "blocks_used": (("blocks", "used"), "KV blocks in use."),
     "blocks_cached": (("blocks", "cached"), "KV blocks that hold cached prefixes."),
     "blocks_free": (("blocks", "free"), "Free KV blocks."),
+    "block_tokens": (("blocks", "block_tokens"), "Tokens of a KV block."),
     "blocks_unfilled_tokens": (("blocks", "unfilled"), "Tokens reserved in KV blocks and not used yet."),
     "evictions": (("blocks", "evictions"), "Cached KV blocks evicted since the start."),
     "contiguous_tokens": (

@@ -81,6 +81,18 @@ def test_pages_waste_less_than_pieces_and_hold_more_sequences() -> None:
     assert found["paged"].time < found["contiguous-request"].time < context.time
 
 
+def test_larger_blocks_waste_more_and_hold_fewer_sequences() -> None:
+    requests = [MemoryRequest(100 + number % 37, 20 + number % 50, 200) for number in range(100)]
+    found = [
+        simulate_allocation(requests, "paged", kv_tokens=4096, context=1024, block=size) for size in (16, 32, 64, 128)
+    ]
+    assert [each.block for each in found] == [16, 32, 64, 128]
+    wasted, at_once = [each.wasted for each in found], [each.at_once for each in found]
+    assert wasted == sorted(wasted)
+    assert wasted[0] < 0.08 < 0.25 < wasted[-1]
+    assert at_once == sorted(at_once, reverse=True)
+
+
 def test_gaps_that_are_too_short_are_counted_as_unusable() -> None:
     # Two of 400 in 1000: 200 are free and nothing fits.
     requests = [MemoryRequest(300, 100, 100)] * 4
@@ -135,7 +147,11 @@ def test_the_command_prints_all_three(tiny_folder: Path, capsys: pytest.CaptureF
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in found["engine"]] == list(MODES)
-    assert [row["policy"] for row in found["memory"]] == ["paged", "contiguous-request", "contiguous-context"]
+    assert [(row["policy"], row["block"]) for row in found["memory"]] == [
+        *(("paged", size) for size in (16, 32, 64, 128)),
+        ("contiguous-request", 0),
+        ("contiguous-context", 0),
+    ]
     assert len(found["kernels"]) == 7
     assert main([*arguments, "--what", "memory"]) == 0
     assert "contiguous-context" in capsys.readouterr().out

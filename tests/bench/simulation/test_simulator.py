@@ -71,6 +71,20 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert ends[0] == ends[1] != ends[2]
 
 
+def test_larger_blocks_hold_more_empty_slots_and_serve_the_same() -> None:
+    calls = list(generate(replace(SETTING.mix, seconds=20.0)))
+    tokens, wasted = 16_384, [0.0]
+    for size in (16, 64, 128):
+        hardware = replace(HARDWARE, blocks=tokens // size, block_tokens=size)
+        run = simulate(calls, hardware, policy=Policy(), limits=SETTING.limits, seed=1)
+        assert [record.tokens for record in run.outcomes if not record.refused] == [
+            record.request.answer for record in run.outcomes if not record.refused
+        ]
+        assert run.wasted > 1.5 * wasted[-1]
+        wasted.append(run.wasted)
+    assert wasted[-1] < 0.5
+
+
 def test_a_trace_is_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [

@@ -33,7 +33,7 @@ class Measured(PinningEngine):
 def replica(wait: float) -> dict[str, Any]:
     return {
         "scheduler": {"running": 2, "waiting": 1},
-        "blocks": {"total": 100, "free": 10, "cached": 20},
+        "blocks": {"block_tokens": 32, "total": 100, "free": 10, "cached": 20},
         "capacity": {
             "ttft": {"chat": wait, "voice": wait / 2},
             "prompt_tokens_per_s": 1000.0,
@@ -56,7 +56,7 @@ async def test_replicas_are_added_up_and_the_soonest_answers() -> None:
         "ttft_ms": {"chat": 200.0, "voice": 100.0},
         "prompt_tokens_per_s": 2000.0,
         "free_output_tokens_per_s": 100.0,
-        "free_kv_tokens": 960,
+        "free_kv_tokens": 1920,
         "running": 4,
         "waiting": 2,
     }

@@ -25,6 +25,7 @@ class MemoryRequest(msgspec.Struct, frozen=True):
 
 class AllocationResult(msgspec.Struct, frozen=True, kw_only=True):
     policy: AllocationPolicy
+    block: int  # tokens; 0: the policy has no blocks
     at_once: float  # sequences, mean over the time
     wasted: float  # share of the reserved slots without a token, mean over the time
     unusable: float  # share of the memory that is free while a request waits, mean over the time
@@ -72,6 +73,7 @@ def simulate_allocation(
                 preempted += 1
     return AllocationResult(
         policy=policy,
+        block=block if policy == "paged" else 0,
         at_once=at_once / max(time, 1),
         wasted=wasted / max(time, 1),
         unusable=unusable / max(time, 1),

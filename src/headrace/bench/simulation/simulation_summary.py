@@ -47,6 +47,7 @@ class SimulationSummary(msgspec.Struct, frozen=True):
     rows: int  # tokens computed, prompts and answers together
     output_tokens: int
     preempted: int
+    wasted: float  # share of the held KV slots without a token
     fairness: float  # Jain's index of the tenants' shares of good requests: 1 if all are equal
     worst: float  # the smallest of those shares
     all: GroupSummary
@@ -99,6 +100,7 @@ def summarise(
         rows=run.stats.rows,
         output_tokens=sum(record.tokens for record in run.outcomes),
         preempted=run.stats.preempted,
+        wasted=run.wasted,
         fairness=jain(shares),
         worst=min(shares),
         all=_group("all", run.outcomes, pooled, policy, offered),

@@ -65,6 +65,7 @@ class SimulationResult(msgspec.Struct):
     stats: SchedulerStats
     gaps: dict[str, array[float]] = {}  # between tokens, by surface
     unserved: int = 0  # waiting when the run was stopped
+    wasted: float = 0.0  # share of the held KV slots without a token, mean over the busy time
 
 
 def simulate(
@@ -79,7 +80,8 @@ def simulate(
     progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
     """Serve the requests in order of arrival; stop `drain` seconds after the last one, even if requests still wait."""
-    queue, policy, limits = scheduling_parts(order, policy or Policy(), limits or SchedulerLimits())
+    limits = msgspec.structs.replace(limits or SchedulerLimits(), block_tokens=hardware.block_tokens)
+    queue, policy, limits = scheduling_parts(order, policy or Policy(), limits)
     blocks = BlockManager(hardware.blocks, hardware.block_tokens)
     scheduler = Scheduler(blocks, limits, policy, StepTimeModel(), queue=queue)
     together = batch_size(order, limits)
@@ -93,7 +95,7 @@ def simulate(
             held.append(call)
 
     rng = random.Random(f"{seed} machine")
-    now = busy = 0.0
+    now = busy = wasted = 0.0
     arrivals = iter(calls)
     call = next(arrivals, None)
     last = 0.0
@@ -115,6 +117,7 @@ def simulate(
         seconds = hardware.seconds(plan.rows, plan.pairs, rng)
         now += seconds
         busy += seconds
+        wasted += seconds * blocks.fragmentation
         while call is not None and call.at <= now:
             last = call.at
             send(call, call.at)
@@ -126,7 +129,8 @@ def simulate(
         if call is None and now > last + drain:
             break
     stats = scheduler.stats()
-    return SimulationResult(clients.outcomes, now, busy, stats, clients.gaps, stats.waiting + len(held))
+    unserved = stats.waiting + len(held)
+    return SimulationResult(clients.outcomes, now, busy, stats, clients.gaps, unserved, wasted / busy if busy else 0.0)
 
 
 _TOKEN = 1

@@ -144,7 +144,7 @@ class EngineMachine:
 
     def predict(self, current: Setting, setting: Setting) -> float | None:
         """Return the ratio of the floors' times; None for what only a measurement knows."""
-        unknown = ("speculation", "most_drafts", "draft_model", "max_rows")
+        unknown = ("speculation", "most_drafts", "draft_model", "max_rows", "kv_block")
         if any(current.get(name) != setting.get(name) for name in unknown):
             return None
         return self._seconds(current) / self._seconds(setting)

@@ -10,12 +10,20 @@ import msgspec
 from headrace.bench.traffic_profile import TrafficProfile
 from headrace.bench.tuning.search import Level, LevelChoice, Setting
 from headrace.models.spec import ModelSpec
+from headrace.variant import DEFAULT_KV_BLOCK, KV_BLOCKS
 
 NO_PROMPTS: Final = "it changes the model, and nothing says what it may cost: pass --prompts with your own prompts"
 
 
 # Every option that a level may set is in the first setting, so that a choice that changes nothing is known as such.
-_COMMON: Final[Setting] = {"max_rows": 512, "most_drafts": 8, "draft_model": None, "keep": [], "kv_tokens": None}
+_COMMON: Final[Setting] = {
+    "max_rows": 512,
+    "most_drafts": 8,
+    "draft_model": None,
+    "keep": [],
+    "kv_tokens": None,
+    "kv_block": DEFAULT_KV_BLOCK,
+}
 
 
 class TuningInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +98,11 @@ def tuning_levels(inputs: TuningInputs) -> list[Level]:
             name="step rows",
             what="tokens of one step: larger steps compute prompts faster, smaller ones keep streams even",
             choices=tuple(LevelChoice(str(rows), {"max_rows": rows}) for rows in (128, 256, 512, 1024)),
+        ),
+        Level(
+            name="KV blocks",
+            what="tokens of a block of KV: larger blocks take less host time, smaller ones hold fewer empty slots",
+            choices=tuple(LevelChoice(str(tokens), {"kv_block": tokens}) for tokens in KV_BLOCKS),
         ),
         Level(name="speculation", what="draft tokens, verified in the same step", choices=_drafts(inputs)),
         Level(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.adapter_table import AdapterTable, adapter_format
+from headrace.engine.executors.block_kv import MOST_PAGES, PAGE_TOKENS, BlockKv, block_bytes
 from headrace.engine.executors.default_sizes import default_context, usable_cores
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
@@ -28,6 +29,7 @@ from headrace.engine.executors.shared_products import SharedProducts
 from headrace.engine.executors.step_thread import StepCall, StepThread
 from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
+from headrace.engine.interface.variant_check import check_kv_block
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
 from headrace.models.own_module import OwnModule, own_module
@@ -40,7 +42,7 @@ from headrace.models.step_work import StepWork, step_work
 from headrace.models.tensor_shapes import is_product
 from headrace.models.vision.vision_folder import image_bytes
 from headrace.models.weight_choice import choose_plan
-from headrace.variant import Variant
+from headrace.variant import DEFAULT_KV_BLOCK, Variant
 
 DEFAULT_MAX_ROWS: Final = 512
 _STATE_BYTES: Final = 1 << 30  # of all recurrent states, as far as ...
@@ -49,7 +51,6 @@ _MOST_STATES: Final = 256
 DEFAULT_ADAPTER_BYTES: Final = 1 << 30
 _ENDS: Final = ("embed", "head")  # tensors of a model's ends, which its prediction module shares
 _SEQUENCES: Final = 4  # of the longest context, that the KV memory holds by default
-_MOST_BLOCKS: Final = 2**31 - 1  # block tables hold 32-bit numbers
 
 
 def check_options(folder: ModelFolder, variant: Variant) -> None:
@@ -69,25 +70,32 @@ def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
     context = default_context(folder.spec) if variant.context is None else variant.context
     own = own_module(folder, variant)
-    need = _memory_need(folder, plan, parse_kv_type(variant.kv), context, variant.kv_tokens, own)
+    kv = parse_kv_type(variant.kv)
+    need = _memory_need(folder, plan, kv, context, variant.kv_tokens, own, block_tokens=variant.kv_block)
     return msgspec.structs.replace(need, images=image_bytes(folder.path, variant.image_weights, variant.image_patches))
 
 
 def _memory_need(
-    folder: ModelFolder, plan: WeightPlan, kv: KvType, context: int, kv_tokens: int | None, own: OwnModule | None
+    folder: ModelFolder,
+    plan: WeightPlan,
+    kv: KvType,
+    context: int,
+    kv_tokens: int | None,
+    own: OwnModule | None,
+    *,
+    block_tokens: int,
 ) -> MemoryNeed:
     spec = folder.spec
-    blocks_each = -(-context // _core.BLOCK)
-    blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // _core.BLOCK))
-    block_bytes = _core.Kv.block_bytes(spec.kv_shapes, kv)
+    blocks_each = -(-context // block_tokens)
+    blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // block_tokens))
     drafts = 0
     if own is not None:
-        drafts = own.weight_bytes + blocks * _core.Kv.block_bytes(own.folder.spec.kv_shapes, kv)
+        drafts = own.weight_bytes + blocks * block_bytes(own.folder.spec.kv_shapes, kv, block_tokens)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
-        kv_token=block_bytes // _core.BLOCK,
-        kv_tokens=blocks * _core.BLOCK,
+        kv_token=block_bytes(spec.kv_shapes, kv, block_tokens) // block_tokens,
+        kv_tokens=blocks * block_tokens,
         states=4 * spec.state_floats * state_slots(spec),
         drafts=drafts,
     )
@@ -173,7 +181,7 @@ class CpuExecutor:
         self._pool = pool
         self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
-        self._kv = _core.Kv(spec.kv_shapes, capacity.blocks, kv)
+        self._kv = BlockKv(spec.kv_shapes, capacity.blocks, kv, block_tokens=capacity.block_tokens)
         self._states = _core.States(capacity.states, spec.state_floats) if spec.state_floats else None
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
@@ -196,6 +204,7 @@ class CpuExecutor:
         threads: int | None = None,
         context: int | None = None,
         kv_tokens: int | None = None,
+        kv_block: int = DEFAULT_KV_BLOCK,
         max_rows: int = DEFAULT_MAX_ROWS,
         isa: str | None = None,
         arithmetic: str | None = None,
@@ -206,9 +215,10 @@ class CpuExecutor:
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
-        sequences). There must be memory for `own` too, which `predicting` loads, and for
-        `images`: the bytes that the model's image part will take beside it."""
+        sequences), in blocks of `kv_block` tokens. There must be memory for `own` too, which `predicting` loads, and
+        for `images`: the bytes that the model's image part will take beside it."""
         started = time.perf_counter()
+        check_kv_block(kv_block)
         spec = folder.spec
         plan = choose_plan(folder, weights, group=group, keep=keep)
         kv_type = parse_kv_type(kv)
@@ -219,21 +229,21 @@ class CpuExecutor:
         if not spec.causal:
             max_rows = max(max_rows, length)  # such a sequence is computed in one piece
         max_rows = max(max_rows, spec.image_span)  # and so is an image whose tokens see each other
-        need = _memory_need(folder, plan, kv_type, length, kv_tokens, own)
+        need = _memory_need(folder, plan, kv_type, length, kv_tokens, own, block_tokens=kv_block)
         need = msgspec.structs.replace(need, images=images)
-        blocks, blocks_each = need.kv_tokens // _core.BLOCK, -(-length // _core.BLOCK)
+        blocks, blocks_each = need.kv_tokens // kv_block, -(-length // kv_block)
 
         def weights_at(precision: str) -> int:
             return packed_size(spec, folder.shapes, parse_plan(precision, keep=keep, embedder=spec.embeds))
 
         sequences = None if kv_tokens is not None and blocks > blocks_each else blocks // blocks_each
         check_memory(folder.path.name, need, weights_at, sequence=length, sequences=sequences)
-        if blocks > _MOST_BLOCKS:
+        if need.kv_tokens > MOST_PAGES * PAGE_TOKENS:
             raise RequestError(
-                f"'kv_tokens' must be at most {_MOST_BLOCKS * _core.BLOCK}, not {kv_tokens}.", parameter="kv_tokens"
+                f"'kv_tokens' must be at most {MOST_PAGES * PAGE_TOKENS}, not {kv_tokens}.", parameter="kv_tokens"
             )
         capacity = Capacity(
-            blocks=blocks, block_tokens=_core.BLOCK, max_rows=max_rows, context=length, states=state_slots(spec)
+            blocks=blocks, block_tokens=kv_block, max_rows=max_rows, context=length, states=state_slots(spec)
         )
         chosen = choose_isa(isa, arithmetic)
         pool = _core.Pool(count)
@@ -310,7 +320,7 @@ class CpuExecutor:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return self._kv.bytes_per_block / _core.BLOCK
+        return self._kv.block_bytes / self.capacity.block_tokens
 
     @functools.cached_property
     def work(self) -> StepWork:
@@ -346,37 +356,28 @@ class CpuExecutor:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's KV in every layer, after the steps launched before."""
-        self._thread.submit(self._kv.copy_block, source, target).result()
+        self._thread.submit(self._kv.copy, source, target).result()
 
     @property
     def block_bytes(self) -> int:
-        return self._kv.bytes_per_block
+        return self._kv.block_bytes
 
     def read_block(self, block: int) -> NDArray[np.uint8]:
-        data = np.empty(self._kv.bytes_per_block, dtype=np.uint8)
-        self._thread.submit(self._kv.read_block, block, data).result()
-        return data
+        return self._thread.submit(self._kv.read, block).result()
 
     def write_block(self, block: int, data: NDArray[np.uint8]) -> None:
-        self._thread.submit(self._kv.write_block, block, data).result()
+        self._thread.submit(self._kv.write, block, data).result()
 
     def read_blocks(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return copies of the KV of several blocks, after the steps launched before."""
-        copies = [np.empty(self._kv.bytes_per_block, dtype=np.uint8) for _ in blocks]
-
-        def read() -> None:
-            for block, data in zip(blocks, copies, strict=True):
-                self._kv.read_block(block, data)
-
-        self._thread.submit(read).result()
-        return copies
+        return self._thread.submit(lambda: [self._kv.read(block) for block in blocks]).result()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[NDArray[np.uint8]]) -> None:
         """Restore what `read_blocks` returned, before the steps launched after."""
 
         def write() -> None:
             for block, data in zip(blocks, contents, strict=True):
-                self._kv.write_block(block, data)
+                self._kv.write(block, data)
 
         self._thread.submit(write).result()
 
@@ -386,7 +387,7 @@ class CpuExecutor:
 
     def _step(self, batch: StepBatch) -> StepResult:
         for source, target in batch.copies:
-            self._kv.copy_block(source, target)
+            self._kv.copy(source, target)
         if self._states is not None:
             for source, target in batch.state_copies:
                 self._states.copy(source, target)
@@ -397,11 +398,11 @@ class CpuExecutor:
             count = len(batch.wanted if batch.answered is None else batch.answered)
             values = np.empty((count, width), dtype=np.float32)
         self._model.step(
-            self._kv,
+            self._kv.core,
             batch.tokens,
             batch.offsets,
             batch.computed,
-            batch.block_tables,
+            self._kv.page_tables(batch.block_tables, batch.computed, batch.offsets),
             batch.rope_variants,
             batch.wanted,
             values,

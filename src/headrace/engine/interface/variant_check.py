@@ -7,7 +7,7 @@ from typing import Final
 from headrace.errors import RequestError
 from headrace.models.precision import AUTOS, check_image_weights, parse_kv_type, parse_plan, parse_precision
 from headrace.surfaces import surfaces_with
-from headrace.variant import Variant
+from headrace.variant import KV_BLOCKS, Variant
 
 MOST_ROWS: Final = 65_536  # of a step, as the core allows
 SPECULATION: Final = ("none", "ngram", "model", "self", "heads", "mtp")
@@ -19,6 +19,7 @@ def check_variant(variant: Variant) -> None:
     """Raise RequestError for options that no model and no machine could serve."""
     parse_plan(variant.weights, group=variant.group, keep=variant.keep)
     parse_kv_type(variant.kv)
+    check_kv_block(variant.kv_block)
     if variant.speculation not in SPECULATION:
         raise RequestError(
             f"'speculation' must be one of {', '.join(SPECULATION)}, not '{variant.speculation}'.",
@@ -60,6 +61,15 @@ def check_variant(variant: Variant) -> None:
         )
     _check_tiers(variant)
     surfaces_with(variant.surfaces)
+
+
+def check_kv_block(tokens: int) -> None:
+    if tokens not in KV_BLOCKS:
+        raise RequestError(
+            f"'kv_block' must be one of {', '.join(map(str, KV_BLOCKS))} tokens, not {tokens}. The kernels read "
+            f"{KV_BLOCKS[0]} tokens of KV at once, so a block is a multiple of that.",
+            parameter="kv_block",
+        )
 
 
 def _check_tiers(variant: Variant) -> None:

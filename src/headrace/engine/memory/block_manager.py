@@ -53,7 +53,7 @@ class BlockTable(msgspec.Struct, eq=False):
     cached_tokens: int  # computed, once a pending copy is done
     path: list[Block]  # published blocks in the tree; may be another sequence's with the same tokens
     source: Block | None  # the block that its first own block is copied from
-    tokens: int  # that it was last grown to
+    tokens: int  # most that its sequence has had or asked for
     state_slot: int = -1  # of its recurrent state, if the model has one
     trail: list[int] = []  # slots for its states before each draft of a step
     rolling: Block | None = None  # whose snapshot the sequence's next one replaces
@@ -81,6 +81,7 @@ class SaltStats(msgspec.Struct):
 
 
 class BlockStats(msgspec.Struct, frozen=True):
+    block_tokens: int
     total: int
     free: int
     cached: int  # idle: reusable, and evicted when memory is needed
@@ -560,17 +561,25 @@ class BlockManager:
 
     # Statistics and checks
 
+    @property
+    def fragmentation(self) -> float:
+        """Share of the slots of used blocks that no sequence uses yet."""
+        slots = (self.count - self.available) * self.block_tokens
+        return self._unfilled() / slots if slots else 0.0
+
+    def _unfilled(self) -> int:
+        return sum(len(table.blocks) * self.block_tokens - table.tokens for table in self._tables)
+
     def stats(self) -> BlockStats:
-        used = self.count - self.available
-        unfilled = sum(len(table.blocks) * self.block_tokens - table.tokens for table in self._tables)
         return BlockStats(
+            block_tokens=self.block_tokens,
             total=self.count,
             free=len(self._free),
             cached=len(self._idle),
-            used=used,
+            used=self.count - self.available,
             pinned=len({block for pin in self._pins.values() for block in pin.path}),
-            unfilled=unfilled,
-            fragmentation=unfilled / (used * self.block_tokens) if used else 0.0,
+            unfilled=self._unfilled(),
+            fragmentation=self.fragmentation,
             evictions=self._evictions,
             copies=self._copied,
             salts={salt: SaltStats(stats.asked, stats.hit) for salt, stats in self._salts.items()},

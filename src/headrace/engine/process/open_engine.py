@@ -185,6 +185,7 @@ def _load(
         threads=variant.threads,
         context=variant.context,
         kv_tokens=variant.kv_tokens,
+        kv_block=variant.kv_block,
         max_rows=_step_rows(folder.spec, variant),
         isa=variant.isa,
         arithmetic=variant.arithmetic,
@@ -237,6 +238,7 @@ def _speculator(
         threads=executor.threads,
         context=executor.capacity.context,
         kv_tokens=executor.capacity.blocks * executor.capacity.block_tokens,
+        kv_block=executor.capacity.block_tokens,
         isa=executor.isa,
         cache=cache,
     )

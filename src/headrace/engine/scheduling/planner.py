@@ -202,7 +202,12 @@ class Planner:
                 if job.table is not None:
                     del drafted[self.blocks.extend_trail(job.table, len(drafted)) :]
             needed = len(sequence.tokens) + len(drafted)
-            if needed <= job.room or job.table is None:
+            table = job.table
+            if table is None:
+                continue
+            if needed <= job.room:
+                if needed > table.tokens:
+                    table.tokens = needed
                 continue
             while not running.grow(job, needed):
                 if drafted:
@@ -553,7 +558,7 @@ class Planner:
 
     def _tokens(self, job: SequenceJob) -> int:
         """Return the tokens that a job needs memory for at its start: what it has, and a little to grow."""
-        return min(len(job.sequence.tokens) + self.blocks.block_tokens, tokens_in_all(job.request))
+        return min(len(job.sequence.tokens) + self.running.growth, tokens_in_all(job.request))
 
     def _fits(self, job: SequenceJob, match: PrefixMatch) -> bool:
         running = self.running
@@ -605,7 +610,7 @@ class Planner:
         if found is None:
             return False
         leader, tokens = found
-        worth = tokens - cached >= self._policy.shared_blocks * self.blocks.block_tokens
+        worth = tokens - cached >= self._policy.shared_tokens
         if not worth or (leader.background and not job.background):
             return False
         self.queue.drop(job)

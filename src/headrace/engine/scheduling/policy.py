@@ -45,7 +45,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     long_share: float = 0.15  # of the rows, reserved for long prompts while there are short ones
 
     share_cold: bool = True  # wait for a prefix that is being computed instead of computing it twice
-    shared_blocks: int = 2  # fewest shared blocks worth waiting for
+    shared_tokens: int = 32  # fewest tokens of a shared prefix worth waiting for
     rescue: bool = True  # preempt tenants above their share if another's first token would be late
     most_rescues: int = 2  # times that one sequence may be preempted for another's first token
     refuse_unmet: bool = True  # reject at admission what cannot meet its deadline or its surface's patience

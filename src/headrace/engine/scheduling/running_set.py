@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from typing import Final
 
 from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
 from headrace.engine.scheduling.waiting_queue import QUANTUM, JobState, SequenceJob, TenantAccount
+
+GROWTH_TOKENS: Final = 16  # that a sequence gets memory for beside what it has; at most a block
 
 
 class RunningSet:
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
+        self.growth = min(GROWTH_TOKENS, blocks.block_tokens)
         self.decoding: list[SequenceJob] = []  # foreground, in the order in which they began to decode
         self.background: list[SequenceJob] = []  # background streams, those left out longest first
         self.prefilling: list[SequenceJob] = []
@@ -36,9 +40,11 @@ class RunningSet:
         return self._streams.keys()
 
     def available(self, match: PrefixMatch, tokens: int) -> bool:
-        """True if there are blocks for `tokens`, and one more for each decoding sequence."""
+        """True if there are blocks for `tokens`, and for the next tokens of all decoding sequences. Of these, one in
+        `block_tokens` needs a block with each token."""
         blocks = self.blocks
-        needed = blocks.blocks_for(tokens) - len(match.path) + len(self.decoding) + len(self.background)
+        streams = len(self.decoding) + len(self.background)
+        needed = blocks.blocks_for(tokens) - len(match.path) + blocks.blocks_for(streams * self.growth)
         return needed <= blocks.available or not len(self)
 
     def start(self, job: SequenceJob, match: PrefixMatch, tokens: int) -> bool:

@@ -47,7 +47,6 @@ class VariantCapacity(msgspec.Struct, frozen=True):
         }
 
 
-_BLOCK_TOKENS: Final = 16
 _UNKNOWN: Final = VariantCapacity()
 
 
@@ -146,7 +145,7 @@ def _of_replicas(statistics: Sequence[Mapping[str, Any]], now: float) -> Variant
         capacity, blocks, scheduler = each.get("capacity"), each.get("blocks", {}), each.get("scheduler", {})
         running += scheduler.get("running", 0)
         waiting += scheduler.get("waiting", 0)
-        free += (blocks.get("free", 0) + blocks.get("cached", 0)) * _BLOCK_TOKENS
+        free += (blocks.get("free", 0) + blocks.get("cached", 0)) * blocks.get("block_tokens", 0)
         if capacity is not None:
             prompt += capacity["prompt_tokens_per_s"]
             output += capacity["free_output_tokens_per_s"]

@@ -317,6 +317,7 @@ def _engine(model: str, replica: int, restarts: Sequence[int], known: dict[str, 
     found |= {name: scheduler.get(name) for name in ("running", "waiting", "admitted", "refused", "preempted")}
     found |= {f"kv_{name}": blocks.get(name) for name in ("total", "used", "cached", "free", "pinned", "evictions")}
     found["kv_used_share"] = round(used / total, 4) if total else None
+    found["kv_block_tokens"] = blocks.get("block_tokens")
     found["kv_unfilled_tokens"] = blocks.get("unfilled")  # reserved in blocks, not used yet
     found["kv_waste_share"] = round(blocks.get("fragmentation", 0.0), 4)
     counted = ("steps", "rows", "tokens", "device_seconds", "between_seconds", "bytes_read", "operations")
