@@ -18,6 +18,6 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     shell
         bash, zsh or fish.
     """
-    from headrace.cli import app
+    from headrace.cli.command_app import app
 
     print(app.generate_completion(shell=shell), end="")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import cache
 from typing import Final
 
 # Thai, Lao, Myanmar, Khmer, kana, CJK ideographs.
@@ -18,18 +19,23 @@ _MARKS: Final = "\u0300-\u036f\u0591-\u05bd\u0610-\u061a\u064b-\u065f\u0670\u090
 _IN_NUMBER: Final = r"(?<=\d)[.,:](?=\d)"
 _LETTER: Final = rf"(?:[^\W{_SPACELESS}]|[{_MARKS}])"
 _ASCII: Final = re.compile(rf"\w+(?:{_IN_NUMBER}\w+)*", re.ASCII)
-ANY_WORD: Final = re.compile(rf"[{_SPACELESS}]|{_LETTER}+(?:{_IN_NUMBER}{_LETTER}+)*")
+
+
+@cache
+def any_word() -> re.Pattern[str]:
+    """Return the expression of a word in any script. Compiling it takes milliseconds."""
+    return re.compile(rf"[{_SPACELESS}]|{_LETTER}+(?:{_IN_NUMBER}{_LETTER}+)*")
 
 
 def words(text: str) -> list[str]:
     if text.isascii():
         return _ASCII.findall(text.lower())
-    return ANY_WORD.findall(folded(text))
+    return any_word().findall(folded(text))
 
 
 def raw_words(text: str) -> list[str]:
     """Return the words as they stand, not folded."""
-    return (_ASCII if text.isascii() else ANY_WORD).findall(text)
+    return (_ASCII if text.isascii() else any_word()).findall(text)
 
 
 def folded(text: str) -> str:

@@ -27,8 +27,8 @@ def prepare_threads() -> None:
 
 
 def keep_what_is_loaded() -> None:
-    """What is loaded now stays, so the collector need not scan it again, which takes tens of milliseconds each time."""
-    gc.collect()
+    """What is loaded now stays, so the collector need not scan it, which takes tens of milliseconds each time. What of
+    it is garbage stays too; of a start that is little."""
     gc.freeze()
     gc.set_threshold(*_GARBAGE)
     gc.enable()  # see headrace.slim_imports

@@ -68,7 +68,7 @@ def test_a_machine_that_starts_no_process_is_no_error(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_without_a_configuration_ends_without_a_word() -> None:
-    command = [sys.executable, "-m", "headrace.engine.process.worker_program"]
+    command = [sys.executable, "-m", "headrace.engine.process"]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 

@@ -163,7 +163,7 @@ def test_a_server_pulls_what_is_missing_if_it_may(server: FileServer, capsys: py
     from rich.console import Console
 
     from headrace.cli.serving.pull import pull_missing
-    from headrace.cli.serving.serve import served_name
+    from headrace.cli.serving.server_start import served_name
 
     assert main(["serve", "acme/tiny", "--port", "0"]) == WRONG_USAGE
     assert "headrace pull acme/tiny" in capsys.readouterr().err

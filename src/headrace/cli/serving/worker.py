@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter
 from rich.console import Console
 
-from headrace.cli import report_errors_as_json
+from headrace.cli.error_report import report_errors_as_json
 from headrace.cli.serving.loading_bars import LoadingBars
 from headrace.config import Config, LogConfig, WorkersConfig, variants_of
 from headrace.engine.process.worker_address import WorkerAddress, WorkerTls

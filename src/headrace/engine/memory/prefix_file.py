@@ -12,7 +12,6 @@ of weights. The file contains prompts, so only its owner can read it.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.models.formats.pack_file import PackFile, PackWriter
 from headrace.models.precision import KvType, WeightPlan
 from headrace.models.spec import ModelSpec
+from headrace.version import __version__
 
 VERSION: Final = 1
 MOST_TOKENS: Final = 1 << 20  # per prefix
@@ -79,7 +79,7 @@ def kv_identity(
         weights=msgspec.json.encode(plan).decode(),
         kv=kv,
         arithmetic=arithmetic,
-        release=importlib.metadata.version("headrace"),
+        release=__version__,
         layout=f"{_core.LAYOUT}.{_core.KV_LAYOUT}",
         block_tokens=block_tokens,
         block_bytes=block_bytes,

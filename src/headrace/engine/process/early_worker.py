@@ -1,7 +1,8 @@
 """Starts a worker process before anyone knows what it will run, so that its imports overlap those of the server.
 
-The process imports the engine and waits for its configuration. The first worker that the server needs takes it. Imports
-next to nothing: the command line starts it before its own imports.
+The process imports the engine and waits for its configuration. The next worker that the server needs takes it: the
+first one at a start, and later one that takes the place of another. Imports next to nothing: the command line starts it
+before its own imports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _early: subprocess.Popen[bytes] | None = None
 def launch() -> subprocess.Popen[bytes]:
     """Start a worker process, which waits for its configuration. Raise OSError if no process can be started."""
     return subprocess.Popen(
-        [sys.executable, "-m", "headrace.engine.process.worker_program"],
+        [sys.executable, "-m", "headrace.engine.process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -38,6 +39,11 @@ def launch_early() -> None:
         _early = launch()
     except OSError:
         _early = None
+
+
+def is_waiting() -> bool:
+    """Return whether there is a process for `take`."""
+    return _early is not None and _early.poll() is None
 
 
 def take() -> subprocess.Popen[bytes] | None:

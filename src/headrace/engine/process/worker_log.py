@@ -6,14 +6,16 @@ core, are logged as they are.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import threading
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    import asyncio  # the worker itself has no event loop
 
 _LONGEST: Final = 64 * 1024  # bytes of a line; a longer one is cut into several
 _LEVELS: Final = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}

@@ -27,7 +27,7 @@ from headrace.engine.process.worker import Worker
 from headrace.engine.process.worker_log import configure_worker_log
 from headrace.errors import HeadraceError
 
-log = logging.getLogger("headrace.engine.process.worker")  # the process runs this module as __main__
+log = logging.getLogger("headrace.engine.process.worker")
 
 _PROGRESS_SECONDS: Final = 0.2  # between progress reports while weights are packed
 
@@ -82,9 +82,11 @@ def _serve(config: wire.WorkerConfig, report: Callable[[bytes], Any] | None, clo
     worker.watch_signals()
     if config.watched:
         worker.watch_standard_input()
-    # The loaded objects live for ever, so keep the garbage collector from scanning them.
-    gc.collect()
+    if not opened.executor.load_report.mapped:
+        gc.collect()  # what packing left
+    # The loaded objects live for ever, so keep the garbage collector from scanning them, now and later.
     gc.freeze()
+    gc.enable()  # see __main__
     # The thread that waits for the core needs the interpreter when a step is done; the default of 5 ms is too long.
     sys.setswitchinterval(0.0005)
     clock.end("prepare")
@@ -129,7 +131,3 @@ def throttled_progress(tell: Callable[[bytes], Any]) -> Callable[[int, int], Non
             tell(msgspec.json.encode(wire.LoadProgress(done, total)))
 
     return progress
-
-
-if __name__ == "__main__":
-    sys.exit(main())

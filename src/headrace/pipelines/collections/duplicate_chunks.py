@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.gateway.degradation.shaping.near_duplicates import RUN_WORDS, find_repeats
 from headrace.gateway.folded_words import words
@@ -20,8 +22,12 @@ from headrace.gateway.folded_words import words
 BANDS: Final = 8
 _ROWS: Final = 3  # hashes in a band
 _PRIME: Final = np.uint64((1 << 61) - 1)
-# Fixed, because sketches are stored.
-_FACTORS: Final = np.random.default_rng(20_011).integers(1, 1 << 28, size=(BANDS * _ROWS, 2), dtype=np.uint64)
+
+
+@cache
+def _factors() -> NDArray[np.uint64]:
+    """Return factors and summands of the hashes. They are fixed, because sketches are stored."""
+    return np.random.default_rng(20_011).integers(1, 1 << 28, size=(BANDS * _ROWS, 2), dtype=np.uint64)
 
 
 def text_digest(text: str) -> bytes:
@@ -35,7 +41,8 @@ def sketch_bands(text: str) -> list[int]:
     ends = range(RUN_WORDS, max(RUN_WORDS, len(found)) + 1)
     runs = {zlib.crc32(" ".join(found[max(0, end - RUN_WORDS) : end]).encode(errors="surrogatepass")) for end in ends}
     hashes = np.fromiter(runs, dtype=np.uint64, count=len(runs))
-    mixed = (_FACTORS[:, :1] * hashes[None, :] + _FACTORS[:, 1:]) % _PRIME
+    factors = _factors()
+    mixed = (factors[:, :1] * hashes[None, :] + factors[:, 1:]) % _PRIME
     least = mixed.min(axis=1).reshape(BANDS, _ROWS)
     return [
         int.from_bytes(hashlib.blake2b(bytes([band]) + row.tobytes(), digest_size=8).digest()) >> 1

@@ -27,7 +27,7 @@ from headrace.gateway.degradation.ladder.question_terms import (
 from headrace.gateway.degradation.ladder.sentence_entities import has_kind
 from headrace.gateway.degradation.shaping.conversation import ChatMessage
 from headrace.gateway.degradation.shaping.sources import extract_numbered_passages, extract_tagged_sources
-from headrace.gateway.folded_words import ANY_WORD, folded, raw_words, words
+from headrace.gateway.folded_words import any_word, folded, raw_words, words
 from headrace.gateway.requests.text_request import SourceText
 from headrace.gateway.sentences import TextSpan, split_sentences
 
@@ -214,7 +214,7 @@ def _split(texts: Sequence[str], wanted: set[str]) -> list[_Sentence]:
 def _hits(text: str, wanted: set[str], likely: re.Pattern[str]) -> Iterator[tuple[str, TextSpan]]:
     """Yield the words with a wanted stem, in order. In ASCII texts, only words that begin like one are stemmed."""
     plain = text.isascii()
-    for mark in likely.finditer(text.lower()) if plain else ANY_WORD.finditer(text):
+    for mark in likely.finditer(text.lower()) if plain else any_word().finditer(text):
         key = stem(mark[0] if plain else folded(mark[0]))
         if key in wanted:
             yield key, mark.span()
