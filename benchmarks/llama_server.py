@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _SERVE: Final = """
-import sys
+import sys, time
 import xllamacpp as xlc
+print(time.time(), time.process_time(), flush=True)
 params = xlc.CommonParams()
 params.model.path = sys.argv[1]
 params.n_ctx = 1024
@@ -30,13 +31,17 @@ sys.stdin.read()
 
 
 class LlamaServer:
-    def __init__(self, url: str, process: int) -> None:
+    def __init__(self, url: str, process: int, began: float, imports_cpu_s: float) -> None:
+        """`began` is the time at which the package was imported, and `imports_cpu_s` what that took."""
+        self.port = int(url.rpartition(":")[2].strip("/"))
+        self.process = process
+        self.began = began
+        self.imports_cpu_s = imports_cpu_s
         self._url = url
-        self._process = process
 
     def processor_s(self) -> float:
         """Return the user time of the process so far."""
-        after_name = Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()
+        after_name = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()
         return int(after_name[11]) / os.sysconf("SC_CLK_TCK")
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +87,11 @@ def llama_server(file: Path, threads: int) -> Iterator[LlamaServer]:
     )
     try:
         assert process.stdout is not None
+        began, cpu = process.stdout.readline().split() or ("0", "0")
         url = process.stdout.readline().strip()
         if not url:
             raise SystemExit(f"llama.cpp does not open {file.name}: is xllamacpp new enough for this architecture?")
-        yield LlamaServer(url, process.pid)
+        yield LlamaServer(url, process.pid, float(began), float(cpu))
     finally:
         process.kill()
         process.wait()

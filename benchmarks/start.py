@@ -2,16 +2,19 @@
 
     python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7
     python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7 --beside ../before/.venv/bin/python
+    python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7 --llama build/0.5b.q4_0.gguf --chat
 
 Each Python serves the model once untimed, so that weights are packed and modules compiled, and then takes its turn in
 every round. Printed are medians of the processor time (user and system) that the server and its worker have used when
-the first token comes, and of the time on the clock, which counts only on a quiet machine. Linux only.
+the first token comes, and of the time on the clock, which counts only on a quiet machine. `--llama` takes turns with
+llama.cpp's server from xllamacpp; its time is counted from the moment in which Python has imported it. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import os
 import signal
 import socket
@@ -22,8 +25,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from llama_server import llama_server
+
 SECONDS = 600.0  # that one start may take: the first one packs the weights
-ASK = b'{"prompt": "The water ran", "max_tokens": 2, "stream": true, "ignore_eos": true}'
+PROMPT = "The water ran"
+ASK = {"max_tokens": 8, "stream": True, "ignore_eos": True}
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,14 +58,22 @@ def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server did not start (exit code {server.poll()})")
 
 
-def first_token(port: int) -> None:
+def first_token(port: int, *, chat: bool = False) -> None:
+    """Ask for a few tokens, and return when the first text comes."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/completions", ASK, {"content-type": "application/json"})
+    asked = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    connection.request("POST", path, json.dumps({**ASK, **asked}), {"content-type": "application/json"})
     reply = connection.getresponse()
-    line = reply.readline()
-    if reply.status != 200 or not line.startswith(b"data: {"):
-        raise RuntimeError(f"status {reply.status}: {line!r}")
-    connection.close()
+    if reply.status != 200:
+        raise RuntimeError(f"status {reply.status}: {reply.read()!r}")
+    while line := reply.readline():
+        if line.startswith(b"data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            if choice.get("text") or choice.get("delta", {}).get("content"):
+                connection.close()
+                return
+    raise RuntimeError("the answer has no text")
 
 
 def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
@@ -70,7 +84,7 @@ def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, 
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "",  # an installed package has its bytecode
         "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
-        "HEADRACE_CACHE": str(folder.parent / "cache"),
+        "HEADRACE_CACHE": given.cache or str(folder.parent / "cache"),
         "HEADRACE_STORAGE_FOLDER": str(folder / "storage"),
         "HEADRACE_LOG_LEVEL": "warning",
     }
@@ -81,12 +95,20 @@ def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, 
     ) as server:
         try:
             wait_until_ready(port, server)
-            first_token(port)
+            first_token(port, chat=given.chat)
             seconds = time.perf_counter() - began
             workers = children(server.pid)
             return cpu_seconds(server.pid), sum(map(cpu_seconds, workers)), seconds
         finally:
             server.send_signal(signal.SIGINT)
+
+
+def start_llama(given: argparse.Namespace) -> tuple[float, float, float]:
+    """Return the processor seconds of llama.cpp's server, 0, and the seconds on the clock."""
+    with llama_server(Path(given.llama), os.cpu_count() or 1) as server:
+        first_token(server.port, chat=given.chat)
+        seconds = time.time() - server.began
+        return cpu_seconds(server.process) - server.imports_cpu_s, 0.0, seconds
 
 
 def main() -> None:
@@ -95,6 +117,9 @@ def main() -> None:
     parser.add_argument("--weights", default="int4")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--beside", action="append", default=[], help="Python of another installation to take turns")
+    parser.add_argument("--cache", help="cache folder to use; default: an empty one")
+    parser.add_argument("--llama", help="GGUF file that llama.cpp serves in turn")
+    parser.add_argument("--chat", action="store_true", help="ask for a chat, whose prompt a template makes")
     given = parser.parse_args()
     if os.path.exists(given.model):
         given.model = str(Path(given.model).resolve())
@@ -107,6 +132,8 @@ def main() -> None:
         for _ in range(given.rounds):
             for python, folder in folders.items():
                 found[python].append(start(python, given, folder))
+            if given.llama:
+                found.setdefault("llama.cpp", []).append(start_llama(given))
     print(f"{'server s':>10}{'worker s':>10}{'clock s':>10}  python")
     for python, rounds in found.items():
         server, worker, clock = (statistics.median(column) for column in zip(*rounds, strict=True))

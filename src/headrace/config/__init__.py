@@ -139,6 +139,8 @@ class ServerConfig(Section, frozen=True):
     worker_s: Seconds = 60.0  # seconds a request waits for an engine that is restarting
     heartbeat_s: Seconds = 3.0  # seconds an engine's process may be frozen before it is replaced
     step_s: Seconds = 60.0  # seconds one step of an engine may take before its process is replaced
+    # Keep a process with its imports done for the next engine that starts: 27 MiB. "auto": if a model has `autoscale`
+    spare_worker: Literal["auto", "on", "off"] = "auto"
     # Predicted seconds to the first token, of the model that answers soonest, beyond which /health/ready reports 503
     shed_ttft_s: Seconds | None = None
     drain_s: Seconds = 30.0  # seconds that running requests may take at shutdown

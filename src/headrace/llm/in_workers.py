@@ -37,6 +37,7 @@ from headrace.llm.prompting import (
 )
 from headrace.models.model_folder import find_model, open_model
 from headrace.models.text.tokenizer import Tokenizer
+from headrace.models.weight_cache import cache_folder
 from headrace.variant import DEFAULT_MODEL, Variant
 
 _AT_ONCE: Final = 512  # requests in the engine at once; the others wait here
@@ -83,6 +84,7 @@ class AsyncLLM:
         self.variant = Variant.of(str(folder.path), **options)
         self.context = default_context(folder.spec) if self.variant.context is None else self.variant.context
         self._width = folder.spec.vector_size
+        folder.tokenizer_cache = cache_folder() if self.variant.cache else None
         self._config = config = WorkerConfig(variant=self.variant, drain_seconds=drain_seconds, fingerprint=fingerprint)
         self.supervisor = Supervisor([config] * (replicas + standby), watch=watch, progress=progress)
         if early:

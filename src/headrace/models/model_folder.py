@@ -62,6 +62,7 @@ class ModelFolder:
         self.sources = sources
         self.shapes = tensor_shapes(spec) if shapes is None else shapes
         self.prompts = read_prompts(path)
+        self.tokenizer_cache: Path | None = None  # the cache folder, if the tokenizer may have its index there
 
     @cached_property
     def tokenizer_files(self) -> TokenizerFiles:
@@ -69,12 +70,12 @@ class ModelFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.build(self.tokenizer_files, self.spec.vocab_size)
+        return Tokenizer.build(self.tokenizer_files, self.spec.vocab_size, cache=self.tokenizer_cache)
 
     @cached_property
     def decoding_tokenizer(self) -> Tokenizer:
         """A tokenizer that loads its encoder on first use, for a process that mostly decodes."""
-        return Tokenizer.build_for_decoding(self.tokenizer_files, self.spec.vocab_size)
+        return Tokenizer.build_for_decoding(self.tokenizer_files, self.spec.vocab_size, cache=self.tokenizer_cache)
 
     def tensor(self, name: str) -> DenseTensor:
         """Return a canonical tensor, joined from its parts, or a view of the mapped file if there is only one part."""

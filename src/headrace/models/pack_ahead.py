@@ -1,4 +1,5 @@
-"""Packs the weights of variants into the cache folder before a server needs them, as its first start would.
+"""Packs the weights of variants into the cache folder before a server needs them, as its first start would, and writes
+the indexes of large tokenizers.
 
 Knows which weights a variant loads: its own, its draft model's or prediction module's and those of its image part.
 Draft heads are small, and are packed at each start.
@@ -6,6 +7,7 @@ Draft heads are small, and are packed at each start.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 import headrace._core as _core
-from headrace.errors import InsufficientMemoryError, ModelError, RequestError
+from headrace.errors import HeadraceError, InsufficientMemoryError, ModelError, RequestError
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.own_module import own_module
 from headrace.models.packing import is_packed, packed_file, packed_size, write_packed
@@ -61,6 +63,8 @@ def pack_ahead(
     wanted: dict[Path, tuple[str, _Wanted]] = {}
     unread: dict[str, PackedWeights] = {}
     for variant in variants:
+        if not check:
+            _write_index(variant, cache)
         for each in _weights_of(variant, cache):
             if isinstance(each, PackedWeights):
                 unread.setdefault(each.path, each)
@@ -86,6 +90,13 @@ def pack_ahead(
                     f"{path.parent} has no room for {model}. Delete what is not needed there."
                 )
             yield each.described(model, "packed")
+
+
+def _write_index(variant: Variant, cache: Path) -> None:
+    folder = open_model(find_model(variant.model))
+    folder.tokenizer_cache = cache
+    with contextlib.suppress(HeadraceError):  # a start reports what is wrong
+        _ = folder.tokenizer
 
 
 def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted | PackedWeights]:

@@ -21,9 +21,11 @@ from headrace.engine.process import early_worker
 from headrace.errors import HeadraceError
 from headrace.gateway.serving.fleet import Fleet, Loading
 from headrace.observe.logs import configure_log
+from headrace.server.late_loading import keep_spare_worker, load_rest, load_templates
 from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads
 
 if TYPE_CHECKING:
+    from headrace.models.text.tokenizer import Tokenizer
     from headrace.server.grpc.grpc_server import GrpcServer
     from headrace.server.processes.front_processes import FrontProcesses
 
@@ -138,6 +140,7 @@ class Server:
         self._manager = ServiceManager()
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._templates: asyncio.Task[None] | None = None
 
     def _make_grpc(self) -> GrpcServer:
         if any(importlib.util.find_spec(each) is None for each in ("grpc", "grpc_health", "grpc_reflection")):
@@ -178,6 +181,7 @@ class Server:
         with _signals(self.end) if signals else contextlib.nullcontext():
             starting: asyncio.Task[None] | None = None
             feeding: asyncio.Task[None] | None = None
+            loading: asyncio.Task[None] | None = None
             try:
                 allow_connections(self.config.server.connections)
                 await self.edge.listen(self.listening, _BACKLOG)
@@ -194,6 +198,7 @@ class Server:
                     self._manager.notify(READY=1, STATUS=f"Serving {', '.join(sorted(self.fleet.served))}")
                     if ready is not None:
                         ready(self.url)
+                    loading = asyncio.create_task(self._load_rest())
                 await self._ending.wait()
                 seconds = self.config.server.drain_s
                 draining = [
@@ -207,8 +212,9 @@ class Server:
                 await asyncio.gather(*draining)
             finally:
                 self.context.is_draining = True
-                if feeding is not None:
-                    feeding.cancel()
+                for task in (feeding, loading, self._templates):
+                    if task is not None:
+                        task.cancel()
                 if starting is not None:
                     starting.cancel()
                     await asyncio.gather(starting, return_exceptions=True)
@@ -229,12 +235,27 @@ class Server:
             raise AddressError(str(error)) from None
         log.info("serving gRPC", address=f"{self.config.server.host}:{grpc.port}")
 
+    async def _load_rest(self) -> None:
+        """See late_loading."""
+        await load_rest(self._tokenizers(), self._is_idle)
+        spare = self.config.server.spare_worker
+        if spare == "on" or (spare == "auto" and any(each.autoscale for each in self.config.models.values())):
+            await keep_spare_worker(self._is_idle)
+
+    def _tokenizers(self) -> list[Tokenizer]:
+        found = (served.own_tokenizer for served in self.fleet.served.values())
+        return [each for each in found if each is not None]
+
+    def _is_idle(self) -> bool:
+        return self.context.running == 0
+
     def _log_loading(self, name: str) -> None:
         served = self.fleet.served.get(name)
         chosen = "" if served is None or served.description is None else served.description.choice
         log.info("loading", model=name, **({"weights": chosen} if chosen else {}))
 
     async def _start(self) -> None:
+        self._templates = asyncio.create_task(load_templates(self._tokenizers()))
         await self.fleet.start(self._log_loading)
         await self.services.start()
         await self.administration.start(self.app)
@@ -255,6 +276,7 @@ class Server:
             await self.administration.close()
             await self.services.close()
             await self.fleet.close()
+            early_worker.discard()
             await self.database.close()
 
         closing = asyncio.create_task(both())

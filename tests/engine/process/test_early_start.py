@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from headrace.config import Config, ModelConfig
 from headrace.engine.interface.request import GenerationRequest
-from headrace.engine.process import wire
+from headrace.engine.process import early_worker, wire
 from headrace.engine.process.engine_client import EngineClient
 from headrace.engine.process.supervisor import StartError, Supervisor
 from headrace.errors import HeadraceError
@@ -60,6 +61,29 @@ def test_one_that_was_begun_is_the_one_that_serves(tiny_folder: Path) -> None:
 
     asyncio.run(asyncio.wait_for(serve(), 60.0))
     assert not any(is_there(pid) for pid in begun)
+
+
+def test_a_killed_worker_is_replaced_by_the_one_that_waits(tiny_folder: Path) -> None:
+    supervisor = Supervisor([config_of(tiny_folder)])
+
+    async def serve() -> None:
+        async with supervisor:
+            early_worker.launch_early()
+            assert early_worker.is_waiting()
+            (killed,) = supervisor.pids
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            while supervisor.restarts == [0] or early_worker.is_waiting():
+                await asyncio.sleep(0.01)
+            (successor,) = supervisor.pids
+            assert successor != killed
+            assert await answered(supervisor) == 8
+            assert supervisor.pids == [successor]
+
+    try:
+        asyncio.run(asyncio.wait_for(serve(), 60.0))
+    finally:
+        early_worker.discard()
 
 
 def test_one_that_dies_before_it_is_started_is_an_error_of_the_start(tiny_folder: Path) -> None:

@@ -90,6 +90,7 @@ def open_variant(
     executor = _load(folder, variant, own, progress, images=images)
     clock.end("weights and KV memory")
     spec, capacity = executor.spec, executor.capacity
+    folder.tokenizer_cache = cache_folder() if variant.cache else None
     tokenizer = folder.tokenizer if cuts_texts else folder.decoding_tokenizer
     clock.end("tokenizer")
     reuse = spec.causal and variant.prefix_cache

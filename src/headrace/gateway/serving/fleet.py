@@ -186,6 +186,8 @@ class Fleet:
                 for address in old.client.discovered:
                     engine.client.add_replica(address, discovered=True)
                 await engine.client.take_pins(old.client)
+                # Before it has requests, which would wait when a text needs what its tokenizer has not loaded yet.
+                await asyncio.to_thread(fresh.tokenizer.load_encoder)
             except BaseException:
                 await self._end(engine, fresh.images)
                 raise

@@ -114,6 +114,7 @@ class AttachedEngine:
         folder = open_model(find_model(variant.model))
         self.variant = msgspec.structs.replace(variant, model=str(folder.path))
         self.context = default_context(folder.spec) if variant.context is None else variant.context
+        folder.tokenizer_cache = cache_folder() if variant.cache else None
         self.tokenizer = folder.tokenizer
         remote = (plain and model.discover_workers) or any(address in model.workers for address in addresses)
         self._is_local = any(address not in model.workers for address in addresses)

@@ -19,7 +19,9 @@ _NO_MODEL: Final = msgspec.Raw(b'{"type":"BPE","vocab":{},"merges":[]}')
 _NO_TOKENS: Final = msgspec.Raw(b"[]")
 
 
-class _Model(msgspec.Struct, forbid_unknown_fields=True):
+class BpeModel(msgspec.Struct, forbid_unknown_fields=True):
+    """The `model` of a tokenizer.json."""
+
     type: Literal["BPE"]
     vocab: dict[str, int]
     merges: list[tuple[str, str] | str]  # a string in files from before 2024
@@ -32,7 +34,7 @@ class _Model(msgspec.Struct, forbid_unknown_fields=True):
     ignore_merges: bool = False
 
 
-_OPTIONS: Final = [name for name in _Model.__struct_fields__ if name not in ("type", "vocab", "merges")]
+_OPTIONS: Final = [name for name in BpeModel.__struct_fields__ if name not in ("type", "vocab", "merges")]
 _FLAGS: Final = [name for name in AddedTokenEntry.__struct_fields__ if name not in ("id", "content")]
 
 
@@ -40,9 +42,9 @@ def read_bpe(data: bytes) -> tuple[tokenizers.Tokenizer, int] | None:
     """Return the tokenizer and its highest id, or None if only `tokenizers` can read or reject the file."""
     try:
         parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        model = msgspec.json.decode(parts["model"], type=_Model)
+        model = msgspec.json.decode(parts["model"], type=BpeModel)
         added = msgspec.json.decode(parts.get("added_tokens", _NO_TOKENS), type=list[AddedTokenEntry])
-        merges = _pairs(model.merges)
+        merges = read_merges(model.merges)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
         return None
     if merges is None:
@@ -63,7 +65,8 @@ def is_tokenizers_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _pairs(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
+def read_merges(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
+    """Return the pairs that merge; None for a form that only `tokenizers` can read or reject."""
     pairs: list[tuple[str, str]] = []
     texts = bool(merges) and isinstance(merges[0], str)
     for merge in merges:
@@ -80,7 +83,7 @@ def _pairs(merges: list[tuple[str, str] | str]) -> list[tuple[str, str]] | None:
 
 
 def _build(
-    frame: str, model: _Model, merges: list[tuple[str, str]], added: list[AddedTokenEntry]
+    frame: str, model: BpeModel, merges: list[tuple[str, str]], added: list[AddedTokenEntry]
 ) -> tokenizers.Tokenizer:
     from tokenizers import AddedToken, Tokenizer, models
 

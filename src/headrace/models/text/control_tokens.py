@@ -39,8 +39,16 @@ _LONG: Final = 4096  # characters
 class ControlTokens:
     """The control tokens of one tokenizer. Safe to use from several threads at once."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, templates: Iterable[tuple[str, Iterable[str]]] = ()) -> None:
-        """`templates` holds the source and the literals of each chat template."""
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        templates: Iterable[tuple[str, Iterable[str]]] = (),
+        *,
+        normalises: bool | None = None,
+    ) -> None:
+        """`templates` holds the source and the literals of each chat template. `normalises` is known from before."""
+        if normalises is not None:
+            self.normalises = normalises
         self._tokenizer = tokenizer
         known = tuple(templates)
         self._added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
@@ -55,19 +63,15 @@ class ControlTokens:
         self._names = {
             content: f"{_FIRST}{self._secret}{number:06x}{_LAST}" for number, content in enumerate((*self.ids, ""))
         }
-        self._search = re.compile(_one_of(self.ids, partly=False)) if self.ids else None
-        # A whole marker, or one that begins at the end of a text and may end in the next.
-        self._forged = re.compile(_one_of(self.ids, partly=True)) if self.ids else None
         self._openers = sorted({content[0] for content in self.ids})
-        rests = self._rests_of({literal for _, literals in known for literal in literals})
-        # A text that continues a marker which the template begins. The template's own roles may do that.
-        self._completed = re.compile(f"{_BETWEEN}(?!{_ROLE}){_one_of(rests, partly=True)}") if rests else None
+        self._rests = self._rests_of({literal for _, literals in known for literal in literals})
+        self._rest_openers = frozenset(rest[0] for rest in self._rests)
 
     # Search
 
     def may_be_in(self, texts: Sequence[str]) -> bool:
         """Return whether user texts could be read as a control token, alone or joined with a template's text."""
-        if self._forged is None:
+        if not self.ids:
             return False
         whole = _BETWEEN + _BETWEEN.join(texts)
         for opener in self._openers:
@@ -75,9 +79,27 @@ class ControlTokens:
                 if self._forged.search(whole) is not None:
                     return True
                 break
-        if self._completed is not None and self._completed.search(whole) is not None:
+        # A text of many requests begins with none of these characters, which is found out without an expression.
+        begins = any(text[:1] in self._rest_openers for text in whole.split(_BETWEEN))
+        if begins and self._completed.search(whole) is not None:
             return True
-        return self._normalises and any(map(self._is_in_normalised, texts))
+        return self.normalises and any(map(self._is_in_normalised, texts))
+
+    # The expressions are compiled when they are first needed: each takes milliseconds.
+
+    @cached_property
+    def _search(self) -> re.Pattern[str]:
+        return re.compile(_one_of(self.ids, partly=False))
+
+    @cached_property
+    def _forged(self) -> re.Pattern[str]:
+        """A whole marker, or one that begins at the end of a text and may end in the next."""
+        return re.compile(_one_of(self.ids, partly=True))
+
+    @cached_property
+    def _completed(self) -> re.Pattern[str]:
+        """A text that continues a marker which the template begins. The template's own roles may do that."""
+        return re.compile(f"{_BETWEEN}(?!{_ROLE}){_one_of(self._rests, partly=True)}")
 
     def _rests_of(self, literals: Iterable[str]) -> frozenset[str]:
         """Return what is left of a marker after the end of a template's literal, for every such pair."""
@@ -92,7 +114,7 @@ class ControlTokens:
         return frozenset(content[len(end) :] for end in ends for content in self.ids if content.startswith(end))
 
     @cached_property
-    def _normalises(self) -> bool:
+    def normalises(self) -> bool:
         """True if another text may become a control token when it is normalised."""
         if self._tokenizer.normalizer is None:
             return False
@@ -116,11 +138,11 @@ class ControlTokens:
         return re.compile(_one_of(contents, partly=False)) if contents else None
 
     def _is_in_normalised(self, text: str) -> bool:
-        normalizer, forged = self._tokenizer.normalizer, self._forged
-        if normalizer is None or forged is None or (text.isascii() and self._keeps_ascii):
+        normalizer = self._tokenizer.normalizer
+        if normalizer is None or (text.isascii() and self._keeps_ascii):
             return False
         normalised = normalizer.normalize_str(text)
-        return forged.search(normalised) is not None or (
+        return self._forged.search(normalised) is not None or (
             self._changed is not None and self._changed.search(normalised) is not None
         )
 
@@ -155,7 +177,7 @@ class ControlTokens:
 
     def _own(self, text: str, users: Spans) -> Iterable[tuple[int, int]]:
         """Yield the markers that are all the template's."""
-        if self._search is None:
+        if not self.ids:
             return
         place = index = 0
         while (match := self._search.search(text, place)) is not None:
@@ -199,15 +221,13 @@ class ControlTokens:
         for token in self._added.values():
             name = self._names.get(token.content)
             added.append(
-                token
-                if name is None
-                else tokenizers.AddedToken(
-                    name,
+                tokenizers.AddedToken(
+                    token.content if name is None else name,
                     single_word=token.single_word,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     normalized=token.normalized,
-                    special=False,
+                    special=token.special and name is None,
                 )
             )
         added.append(tokenizers.AddedToken(self._names[""], normalized=False, special=False))

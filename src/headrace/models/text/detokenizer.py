@@ -146,7 +146,7 @@ class TokenPieces:
 
     def _find(self, text: str) -> bytes | str:
         if self.kind.form == "bytes":
-            table = _byte_of_character()
+            table = byte_of_character()
             mapped = [table.get(character) for character in text]
             return text.encode() if None in mapped else bytes(cast("list[int]", mapped))
         if self.kind.byte_fallback and (byte := _fallback_byte(text)) is not None:
@@ -236,7 +236,7 @@ def _fallback_byte(text: str) -> bytes | None:
 
 
 @cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Map the printable characters of byte-level tokenizers (the byte itself, or from U+0100 on) to bytes."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]

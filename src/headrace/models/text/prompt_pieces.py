@@ -36,12 +36,15 @@ class PromptPieces:
         encode: Callable[[str], list[int]],
         *,
         most_characters: int = _MOST_CHARACTERS,
+        cuts: bool | None = None,
     ) -> None:
-        """`control`: the control tokens' ids by their text. `encode` tokenises a text without tokens around it."""
+        """`control`: the control tokens' ids by their text. `encode` tokenises a text without tokens around it. `cuts`
+        is `can_cut`, if it is known from before."""
         self._tokenizer = tokenizer
         self._control = control
         self._encode = encode
         self._most = most_characters
+        self._can_cut = cuts
         self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
@@ -82,9 +85,16 @@ class PromptPieces:
                     self._characters -= len(old) + _PIECE_COST
         return tokens
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether a text can be cut before its control tokens."""
+        return self._cuts is not None
+
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
         """Where a text can be cut: before a control token. None if this tokenizer cannot be cut."""
+        if self._can_cut is False:
+            return None
         added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content}
         cutting = [
             content
@@ -95,6 +105,8 @@ class PromptPieces:
         if not cutting or any(_overlap(content, other) for content in cutting for other in added if other != content):
             return None
         cuts = re.compile("|".join(map(re.escape, sorted(cutting, key=len, reverse=True))))
+        if self._can_cut:
+            return cuts
         marker = cutting[0]
         for before in _SAMPLES:
             for after in _SAMPLES:

@@ -6,25 +6,23 @@ libraries are imported where it is loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headrace.errors import ModelError, RequestError
-from headrace.models.formats.json_file import decode_text, parse_json_object
-from headrace.models.text.bpe_file import is_tokenizers_error, read_bpe
-from headrace.models.text.control_tokens import ControlTokens, encoding_of
+from headrace.errors import RequestError
+from headrace.models.text.control_tokens import encoding_of
 from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
-from headrace.models.text.prompt_pieces import PromptPieces
+from headrace.models.text.index_cache import IndexPlace, load_templates, load_whole
+from headrace.models.text.indexed_tokenizer import as_indexed
+from headrace.models.text.text_encoder import TextEncoder, own_frame, read_encoder
 from headrace.models.text.token_table import read_pieces
 from headrace.models.text.tokenizer_files import TokenizerFiles, read_folder
+from headrace.models.text.tokenizer_index import TokenizerIndex
 from headrace.models.text.user_text import UserText
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from headrace.models.text.chat_template import ChatTemplate
 
 __all__ = ["Detokenizer", "PairFrame", "Tokenizer"]
@@ -32,16 +30,6 @@ __all__ = ["Detokenizer", "PairFrame", "Tokenizer"]
 _LEAST_PART: Final = 16 * 1024  # characters
 _EDGE: Final = 64  # tokens
 _MANY: Final = 1024  # tokens; beyond, a batch of one is decoded, because only that releases the interpreter lock
-
-
-class _Encoder(NamedTuple):
-    """The half of a tokenizer that turns texts and chats into tokens."""
-
-    tokenizer: tokenizers.Tokenizer
-    templates: Mapping[str, ChatTemplate]
-    frame: tuple[list[int], list[int]] | None  # tokens around a text; None: those of the tokenizer
-    control: ControlTokens
-    pieces: PromptPieces
 
 
 class PairFrame(NamedTuple):
@@ -58,7 +46,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        encoder: Callable[[], _Encoder],
+        encoder: Callable[[], TextEncoder],
         pieces: TokenPieces,
         *,
         vocab_size: int,
@@ -79,9 +67,15 @@ class Tokenizer:
         return cls.build(read_folder(folder, vocab_size), vocab_size)
 
     @classmethod
-    def build(cls, files: TokenizerFiles, vocab_size: int) -> Tokenizer:
-        """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens."""
-        encoder = _read_encoder(files, vocab_size)
+    def build(cls, files: TokenizerFiles, vocab_size: int, *, cache: Path | None = None) -> Tokenizer:
+        """Load everything; raise ModelError if files are missing, corrupt or do not fit `vocab_size` tokens. With an
+        index in the cache folder, load `tokenizers` only when a text needs it; `load_encoder` does it ahead. Without,
+        write the index."""
+        place = IndexPlace.of(files, vocab_size, cache)
+        if place is not None and (index := place.read()) is not None:
+            quick = place.tokenizer(index)
+            return cls._of(files, partial(place.encoder, index, quick), _pieces(index), index.token_to_id, vocab_size)
+        encoder = read_encoder(files, vocab_size)
         tokenizer = encoder.tokenizer
         special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         special.update(
@@ -90,22 +84,29 @@ class Tokenizer:
         decoder: Any = tokenizer.decoder
         kind = read_decoder(b"null" if decoder is None else decoder.__getstate__())
         pieces = TokenPieces(tokenizer, kind, special)
+        if place is not None:
+            place.write(encoder, special)
         return cls._of(files, lambda: encoder, pieces, tokenizer.token_to_id, vocab_size)
 
     @classmethod
-    def build_for_decoding(cls, files: TokenizerFiles, vocab_size: int) -> Tokenizer:
-        """Load what decoding needs. The encoder is loaded on first use and raises its errors then."""
+    def build_for_decoding(cls, files: TokenizerFiles, vocab_size: int, *, cache: Path | None = None) -> Tokenizer:
+        """Load what decoding needs, from an index in the cache folder if there is one. The encoder is loaded on first
+        use and raises its errors then."""
+        place = IndexPlace.of(files, vocab_size, cache)
+        if place is not None and (index := place.read()) is not None:
+            pieces, id_of = _pieces(index), index.token_to_id
+            return cls._of(files, partial(read_encoder, files, vocab_size), pieces, id_of, vocab_size)
         table = read_pieces(files.read(), vocab_size, files.special_tokens.values())
         if table is None:
             return cls.build(files, vocab_size)
         pieces, ids = table
-        return cls._of(files, partial(_read_encoder, files, vocab_size), pieces, ids.get, vocab_size)
+        return cls._of(files, partial(read_encoder, files, vocab_size), pieces, ids.get, vocab_size)
 
     @classmethod
     def _of(
         cls,
         files: TokenizerFiles,
-        encoder: Callable[[], _Encoder],
+        encoder: Callable[[], TextEncoder],
         pieces: TokenPieces,
         token_to_id: Callable[[str], int | None],
         vocab_size: int,
@@ -125,7 +126,7 @@ class Tokenizer:
         )
 
     @cached_property
-    def _encoder(self) -> _Encoder:
+    def _encoder(self) -> TextEncoder:
         return self._read_encoder()
 
     @property
@@ -139,21 +140,25 @@ class Tokenizer:
         return self._encoder.templates.get("tool_use") or self.template
 
     def load_encoder(self) -> None:
-        """Load the encoder now; raise ModelError if that fails."""
-        _ = self._encoder
+        """Load all of the encoder now; raise ModelError if that fails."""
+        load_whole(self._encoder)
+
+    def load_templates(self) -> None:
+        """Compile the chat templates now, if they are not yet."""
+        load_templates(self._encoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a text. Strings of control tokens in it become control tokens, except in a UserText the user's."""
         tokenizer, frame, control = self._encoder.tokenizer, self._encoder.frame, self._encoder.control
-        own_frame = add_special_tokens and frame is None
+        framed = add_special_tokens and frame is None
         try:
             if isinstance(text, UserText) and (len(text.spans) != 1 or control.may_be_in((text,))):
                 ids: list[int] = control.encode(text)
-                if own_frame:
-                    before, after = _own_frame(tokenizer)
+                if framed:
+                    before, after = own_frame(tokenizer)
                     ids = [*before, *ids, *after]
             else:
-                ids = encoding_of(tokenizer, text, add_special_tokens=own_frame).ids
+                ids = encoding_of(tokenizer, text, add_special_tokens=framed).ids
         except (TypeError, UnicodeEncodeError):  # depends on the version of `tokenizers`
             raise RequestError("The text contains half of a surrogate pair, which is not a character.") from None
         if add_special_tokens and frame is not None:
@@ -175,7 +180,7 @@ class Tokenizer:
     def frame(self) -> tuple[list[int], list[int]]:
         """The tokens that `encode` puts before and after a text."""
         tokenizer, frame = self._encoder.tokenizer, self._encoder.frame
-        return _own_frame(tokenizer) if frame is None else frame
+        return own_frame(tokenizer) if frame is None else frame
 
     @cached_property
     def pair_frame(self) -> PairFrame:
@@ -252,6 +257,9 @@ class Tokenizer:
     @cached_property
     def longest_piece(self) -> int:
         """Characters in the longest token."""
+        quick = as_indexed(self._encoder.tokenizer)
+        if quick is not None:
+            return quick.longest_piece
         return max(map(len, self._encoder.tokenizer.get_vocab()), default=1)
 
     def is_special(self, token: int) -> bool:
@@ -282,89 +290,5 @@ class Tokenizer:
         return template.render(messages, forges, tools=tools, add_generation_prompt=add_generation_prompt, **extra)
 
 
-def _read_encoder(files: TokenizerFiles, vocab_size: int) -> _Encoder:
-    tokenizer = _drop_excess_tokens(files.read(), vocab_size, files.path)
-    # Truncation saved with the tokenizer would silently cut prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    _mark_special(tokenizer, files.special_tokens)
-    templates = _templates(files)
-    control = ControlTokens(tokenizer, [(template.source, template.literals) for template in templates.values()])
-    pieces = PromptPieces(tokenizer, control.ids, lambda text: encoding_of(tokenizer, text).ids)
-    return _Encoder(tokenizer, templates, _frame(files.config, tokenizer, files.special_tokens), control, pieces)
-
-
-def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        if not is_tokenizers_error(error):
-            raise
-        raise ModelError(f"The file is not a tokenizer: {str(error)[:200]}.", path=path) from None
-
-
-def _drop_excess_tokens(data: bytes, vocab_size: int, path: Path) -> tokenizers.Tokenizer:
-    """Parse a tokenizer without added tokens past the vocabulary; raise ModelError if other tokens are past it."""
-    bpe = read_bpe(data)
-    if bpe is not None and bpe[1] < vocab_size:
-        return bpe[0]  # the usual case
-    tokenizer = _parse(decode_text(data, path), path)
-    past = {token: id for token, id in tokenizer.get_vocab(with_added_tokens=True).items() if id >= vocab_size}
-    if not past:
-        return tokenizer
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    token, highest = max(past.items(), key=lambda item: item[1])
-    if not past.keys() <= added or past.keys() & tokenizer.get_vocab(with_added_tokens=False).keys():
-        raise ModelError(
-            f"Token {token[:80]!r} has id {highest}, but the model's vocabulary has {vocab_size} tokens.", path=path
-        )
-    # Public models have such tokens: Gemma 3 1B has the <image_soft_token> of the larger models. The model cannot use
-    # them, so their text is ordinary text.
-    content = parse_json_object(data, path=path)
-    listed = cast("list[dict[str, object]]", content.get("added_tokens"))
-    content["added_tokens"] = [entry for entry in listed if cast(int, entry["id"]) < vocab_size]
-    return _parse(json.dumps(content), path)
-
-
-def _mark_special(tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
-    """Mark named special tokens that older converters left unmarked."""
-    from tokenizers import AddedToken
-
-    marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    known = {token for token in special_tokens.values() if tokenizer.token_to_id(token) is not None}
-    missing = [AddedToken(token, special=True, normalized=False) for token in sorted(known - marked)]
-    tokenizer.add_special_tokens(missing)  # pyright: ignore[reportUnknownMemberType] - a bare `list` in its stubs
-
-
-def _frame(
-    config: Mapping[str, object], tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
-) -> tuple[list[int], list[int]] | None:
-    """Return the tokens that add_bos_token and add_eos_token put around a text. They override tokenizer.json."""
-    if not isinstance(config.get("add_bos_token"), bool) and not isinstance(config.get("add_eos_token"), bool):
-        return None
-    ends: list[list[int]] = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        named = special_tokens.get(name)
-        token = None if named is None else tokenizer.token_to_id(named)
-        ends.append([token] if config.get(flag) is True and token is not None else [])
-    return ends[0], ends[1]
-
-
-def _own_frame(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens that the tokenizer puts before and after a text."""
-    encoding = tokenizer.encode("a", add_special_tokens=True)
-    mask: list[int] = encoding.special_tokens_mask
-    first = mask.index(0) if 0 in mask else len(mask)
-    last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
-    return encoding.ids[:first], encoding.ids[last:]
-
-
-def _templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
-    from headrace.models.text.chat_template import ChatTemplate
-
-    return {
-        name: ChatTemplate(source, special_tokens=files.special_tokens, path=path)
-        for name, (source, path) in files.templates().items()
-    }
+def _pieces(index: TokenizerIndex) -> TokenPieces:
+    return TokenPieces(index, read_decoder(index.facts.decoder), index.facts.special)

@@ -31,6 +31,7 @@ class TokenizerFiles(NamedTuple):
     special_tokens: dict[str, str]  # by their names in templates
     eos_ids: frozenset[int]  # empty: the tokenizer's own
     templates: Callable[[], TemplateSources]
+    is_quick: bool = False  # whether `read` only reads a file
 
 
 def read_folder(folder: Path, vocab_size: int) -> TokenizerFiles:
@@ -43,6 +44,7 @@ def read_folder(folder: Path, vocab_size: int) -> TokenizerFiles:
         special_tokens=_special_tokens(config, _optional_json(folder / "special_tokens_map.json")),
         eos_ids=_eos_ids(folder, vocab_size),
         templates=partial(_templates, folder, config),
+        is_quick=True,
     )
 
 

@@ -32,6 +32,7 @@ from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.edge import ConnectionBounds, Edge
 from headrace.server.http.route_table import Route
+from headrace.server.late_loading import load_rest
 from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads
 from headrace.server.processes.channel import CallHandler, Channel
 from headrace.server.processes.finished_requests import finished
@@ -150,7 +151,11 @@ class Front:
             await edge.listen(self._listening, _BACKLOG)
             keep_what_is_loaded()
             self.channel.notify("ready")
+            found = (served.own_tokenizer for served in fleet.served.values())
+            tokenizers = [each for each in found if each is not None]
+            loading = asyncio.create_task(load_rest(tokenizers, lambda: context.running == 0))
             await self._ending.wait()
+            loading.cancel()
             context.is_draining = True
             if not self._lost.is_set():
                 await edge.drain(config.server.drain_s, self._hurry)
