@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.models.formats.gguf_blocks import IQ4_VALUES
+from headrace.models.formats.gguf_blocks import TABLES as BLOCK_TABLES
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import TABLES, WeightFormat
 from tests.core.test_layout import group_of
@@ -39,7 +39,7 @@ def both(format: WeightFormat, shape: tuple[int, int], group: int, *, float_rows
 
 
 def test_the_tables_are_those_of_the_formats() -> None:
-    assert np.array_equal(values_of("iq4"), IQ4_VALUES)
+    assert np.array_equal(values_of("iq4"), BLOCK_TABLES["iq4"])
     positive = np.array([0, 1, 2, 3, 4, 6, 8, 12])  # twice 0, 0.5, 1, 1.5, 2, 3, 4 and 6
     assert np.array_equal(values_of("mxfp4"), np.concatenate([positive, -positive]))
 

@@ -18,7 +18,7 @@ with atheris.instrument_imports(include=["headrace"]):
     from headrace.errors import ModelError
     from headrace.models.formats.gguf_blocks import decode_rows
     from headrace.models.formats.gguf_file import GgufFile
-    from headrace.models.gguf.gguf_architectures import read_spec
+    from headrace.models.gguf.gguf_model import read_spec
     from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 
 PATH = Path(tempfile.mkdtemp()) / "fuzz.gguf"

@@ -34,7 +34,7 @@ from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.json_file import read_json
 from headrace.models.formats.model_weights import SINGLE_FILE
 from headrace.models.formats.safetensors_file import write_safetensors
-from headrace.models.gguf.gguf_architectures import read_config
+from headrace.models.gguf.gguf_model import read_config
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.model_folder import ModelFolder
 

@@ -27,7 +27,9 @@ from headrace.models.families.family import TensorSources
 from headrace.models.formats.gguf_blocks import BLOCKS
 from headrace.models.formats.gguf_writer import NewTensor, Value, write_gguf
 from headrace.models.formats.safetensors_file import SafetensorsFile
-from headrace.models.gguf.gguf_architectures import ARCHITECTURES, KEYS, LONG_ROPE, ROPE_DIVISORS, gguf_sources
+from headrace.models.gguf.gguf_architectures import ARCHITECTURES, KEYS
+from headrace.models.gguf.gguf_model import gguf_sources
+from headrace.models.gguf.gguf_rope import LONG_ROPE, ROPE_DIVISORS
 from headrace.models.model_folder import ModelFolder, open_model
 from headrace.models.spec import ModelSpec, RopeSpec
 
@@ -42,10 +44,11 @@ _SAMPLE: Final = "The old mill's wheel turns 365 days a year.\n\n\tNaïve café,
 def gguf_architecture(spec: ModelSpec) -> str:
     """Return the name of a model's architecture in GGUF. Raise RequestError if Headrace writes no files of it."""
     same = "LlamaForCausalLM" if spec.architecture == "MistralForCausalLM" else spec.architecture
-    for name, known in ARCHITECTURES.items():
+    written = {name: each for name, each in ARCHITECTURES.items() if each.written}
+    for name, known in written.items():
         if known.name == same:
             return name
-    known = ", ".join(each.name for each in ARCHITECTURES.values())
+    known = ", ".join(each.name for each in written.values())
     raise RequestError(
         f"Headrace writes no GGUF files of {spec.architecture}. Write a folder instead. GGUF files are written of "
         f"{known} and MistralForCausalLM.",
@@ -114,7 +117,7 @@ def _row_order(spec: ModelSpec, part: str, rows: slice) -> NDArray[np.intp]:
     """Return the rows of a tensor in the order of the file: some architectures have queries and keys in pairs."""
     found: NDArray[np.intp] = np.arange(int(rows.start), int(rows.stop), dtype=np.intp)
     heads = {"attn_q": spec.heads, "attn_k": spec.kv_heads}.get(part.rsplit(".", 2)[-2])
-    if heads is None or not ARCHITECTURES[gguf_architecture(spec)].interleaved:
+    if heads is None or not ARCHITECTURES[gguf_architecture(spec)].pairs:
         return found
     return found.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
@@ -191,7 +194,7 @@ def _shape(folder: ModelFolder) -> tuple[dict[str, Value], dict[str, F32]]:
     ):
         if value:
             ours[cap] = float(value)
-    table = {**KEYS, **ARCHITECTURES[name].keys}
+    table = {**KEYS, "num_hidden_layers": "block_count", **ARCHITECTURES[name].keys}
     keys: dict[str, Value] = {f"{name}.{table[key]}": value for key, value in ours.items() if key in table}
     keys[f"{name}.attention.value_length"] = spec.head_size
     keys[f"{name}.vocab_size"] = spec.vocab_size

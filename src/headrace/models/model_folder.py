@@ -21,7 +21,7 @@ from headrace.models.families import Family, TensorPart, TensorSources, family_o
 from headrace.models.formats.gguf_file import GgufFile, has_magic
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.formats.tensors import DenseTensor
-from headrace.models.gguf.gguf_architectures import interleaved_heads, read_spec, tensor_sources
+from headrace.models.gguf.gguf_model import read_spec, tensor_sources
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.gguf.mmproj import image_span
@@ -104,7 +104,9 @@ class ModelFolder:
         if part.flat:
             data = data.reshape(-1)
         order = part.row_order(len(data))
-        data = np.ascontiguousarray(data if order is None else data[order])
+        data = data if order is None else data[order]
+        inputs = part.input_order(data.shape[-1])
+        data = np.ascontiguousarray(data if inputs is None else data[:, inputs])
         return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
 
     def check_shapes(self) -> None:
@@ -185,8 +187,9 @@ def _open_gguf(path: Path) -> ModelFolder:
     spec = read_spec(file)
     if spec.family == "gemma":
         spec = replace(spec, image_span=image_span(path, file))
-    weights = GgufWeights(file, interleaved_heads(file, spec))
-    folder = ModelFolder(path, spec, weights, tensor_sources(file, spec), partial(read_tokenizer, file))
+    weights = GgufWeights(file)
+    sources = tensor_sources(file, spec, weights.names)
+    folder = ModelFolder(path, spec, weights, sources, partial(read_tokenizer, file))
     folder.check_shapes()
     return folder
 

@@ -301,7 +301,14 @@ def _stored_part(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[Any]]:
     codes, scales, bases = _stored_codes(folder, part.name, precision)
     order = part.row_order(len(codes))
-    return (codes, scales, bases) if order is None else (codes[order], scales[order], bases[order])
+    if order is not None:
+        codes, scales, bases = codes[order], scales[order], bases[order]
+    inputs = part.input_order(codes.shape[1])
+    if inputs is None:
+        return codes, scales, bases
+    group = codes.shape[1] // scales.shape[1]
+    groups = inputs[::group] // group
+    return codes[:, inputs], scales[:, groups], bases[:, groups]
 
 
 def _stored_codes(

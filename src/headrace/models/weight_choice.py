@@ -39,7 +39,7 @@ _LONGEST: Final = 128  # inputs of a group: activations are rounded per group to
 _UNIT: Final = 32  # inputs; the kernels' groups are multiples of it
 _CLOSER: Final = 16  # inputs of the only group below it, which int4 and int2 may have
 # Layers after the last one of a model predict further tokens, as those do whose name has a part "mtp".
-_LAYER: Final = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d{1,6})\.")
+_LAYER: Final = re.compile(r"(?:(?:model\.)?(?:language_model\.)?layers|blk)\.(\d{1,6})\.")
 
 
 def choose_plan(
@@ -138,6 +138,8 @@ def _precision(folder: ModelFolder, name: str, *, float_rows: bool) -> Precision
             return _RICHER
         group = _CLOSER
         kind = "int2" if layout.bits == 2 else "int4"
+    if any(part.tiled_inputs is not None and part.tiled_inputs[1] % group for part in folder.sources[name]):
+        return _RICHER  # groups of inputs would not stay together
     zeros = not (layout.symmetric or layout.offsets or layout.table)
     return Precision(kind, group, stored=True, zeros=zeros, offsets=layout.offsets)
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.models.formats.gguf_blocks import BLOCKS, EXACT, IQ4_VALUES, decode_rows, exact_codes
+from headrace.models.formats.gguf_blocks import BLOCKS, EXACT, TABLES, decode_rows, exact_codes
 from headrace.models.formats.quantised_layer import AffineCodes
 from headrace.models.packing import aligned_bytes
 from headrace.models.precision import WeightFormat
@@ -22,6 +22,9 @@ def random_rows(name: str) -> NDArray[np.uint8]:
     random = np.random.default_rng(1)
     block = BLOCKS[name]
     blocks = random.integers(0, 256, (ROWS * INPUTS // block.weights, block.bytes), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = random.integers(110, 122, len(blocks), dtype=np.uint8)  # a power of two
+        return blocks.reshape(ROWS, -1)
     for at in HALVES.get(name, (0,)):
         numbers = random.uniform(-0.01, 0.01, len(blocks)).astype("<f2")
         blocks[:, at : at + 2] = numbers[:, None].view(np.uint8)
@@ -36,7 +39,7 @@ def test_codes_with_scales_and_offsets_are_the_weights_bit_for_bit(name: str) ->
     assert (offsets is not None) == exact.offsets == (name in WITH_MINIMA)
     assert codes.max() < 1 << exact.bits
     assert scales.shape == (ROWS, INPUTS // exact.group)
-    table = IQ4_VALUES if name.startswith("IQ4") else None
+    table = TABLES.get(EXACT[name].table)
     middle = 0 if exact.offsets or table is not None else 1 << (exact.bits - 1)
     zeros = np.full(scales.shape, middle, dtype=np.int16)
     kept = AffineCodes(exact.bits, exact.group, codes, scales, zeros, table=table, offsets=offsets)

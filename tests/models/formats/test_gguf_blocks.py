@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.models.formats.gguf_blocks import BLOCKS, IQ4_VALUES, TYPE_NAMES, decode_rows, exact_codes
+from headrace.models.formats.gguf_blocks import BLOCKS, TABLES, TYPE_NAMES, decode_rows, exact_codes
 
 SIZES = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in BLOCKS}
 
@@ -66,7 +66,7 @@ def test_codes_for_a_table_give_the_same_values_exactly(name: str) -> None:
     assert offsets is None
 
     assert codes.max() == 15
-    values = IQ4_VALUES[codes].astype(np.float32).reshape(8, -1, 32) * scales[:, :, None]
+    values = TABLES["iq4"][codes].astype(np.float32).reshape(8, -1, 32) * scales[:, :, None]
     np.testing.assert_array_equal(values.reshape(8, 3 * weights), decode_rows(rows, name))
 
 

@@ -95,7 +95,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
     writer.add_rope_dimension_count(dims)
     kind = rope["rope_type"]
     if kind == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, size))
+        writer.add_tensor("rope_freqs.weight", llama3_factors(rope, size))
     elif kind == "longrope":
         original = config.original_max_position_embeddings
         stretch = config.max_position_embeddings / original
@@ -113,12 +113,13 @@ def _write_rope(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
 
 
-def _llama3_factors(rope: dict[str, Any], size: int) -> np.ndarray:
+def llama3_factors(rope: dict[str, Any], size: int) -> np.ndarray:
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     original, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    blend = (original / wavelengths - low) / (high - low)
-    between = 1 / ((1 - blend) / factor + blend)
+    blend = (original / wavelengths - low) / max(high - low, 1e-9)
+    with np.errstate(invalid="ignore"):  # where both bounds are one, nothing lies between
+        between = 1 / ((1 - blend) / factor + blend)
     factors = np.where(wavelengths < original / high, 1.0, np.where(wavelengths > original / low, factor, between))
     return factors.astype(np.float32)
 

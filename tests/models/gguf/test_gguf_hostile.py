@@ -39,6 +39,22 @@ KEYS = (
     " tokenizer.ggml.token_type tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id tokenizer.ggml.add_space_prefix"
     " tokenizer.chat_template"
 ).split()
+# Of architectures whose keys decide layers, experts and states, each with a file of that name.
+OTHERS = {
+    "deepseek2": "attention.kv_lora_rank attention.q_lora_rank attention.key_length_mla attention.value_length_mla "
+    "rope.dimension_count expert_count expert_used_count expert_group_count leading_dense_block_count",
+    "gemma3n": "altup.num_inputs activation_sparsity_scale attention.sliding_window_pattern attention.shared_kv_layers",
+    "gemma4": "attention.sliding_window_pattern attention.head_count_kv attention.key_length_swa feed_forward_length "
+    "attention.shared_kv_layers embedding_length_per_layer_input expert_count",
+    "granitehybrid": "attention.head_count_kv ssm.time_step_rank ssm.inner_size ssm.group_count ssm.conv_kernel",
+    "lfm2": "attention.head_count_kv shortconv.l_cache",
+    "mpt": "attention.max_alibi_bias",
+    "nemotron_h_moe": "attention.head_count_kv feed_forward_length ssm.time_step_rank expert_gating_func",
+    "qwen35moe": "attention.recurrent_layers full_attention_interval ssm.time_step_rank ssm.inner_size "
+    "nextn_predict_layers block_count rope.dimension_sections",
+    "qwen3vl": "rope.dimension_sections n_deepstack_layers",
+    "bert": "pooling_type attention.causal attention.layer_norm_epsilon",
+}
 VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([-1, 0, 1, 3, 1 << 20, 0xFFFF_FFFF, (1 << 63) - 1]),
     st.sampled_from([0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf")]),
@@ -49,7 +65,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_any_value_of_a_key_is_read_or_refused(key: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -68,6 +84,37 @@ def test_any_value_of_a_key_is_read_or_refused(key: str, value: Any, tmp_path: P
     vocabulary_file(path, write)
     with contextlib.suppress(ModelError):
         use(path)
+
+
+# A healthy file of each is far from needed: every key is read before a tensor is.
+COMMON: dict[str, Any] = {
+    "context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 32,
+    "attention.head_count": 2, "attention.head_count_kv": [2, 0], "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16,
+    "attention.key_length": 16, "attention.value_length": 16, "attention.key_length_swa": 16, "expert_shared_count": 1,
+    "attention.kv_lora_rank": 16, "rope.dimension_count": 8, "rope.dimension_sections": [2, 2, 4, 0],
+    "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 0], "altup.num_inputs": 4,
+    "activation_sparsity_scale": [0.5, 0.5], "ssm.time_step_rank": 4, "ssm.inner_size": 64, "ssm.group_count": 2,
+    "ssm.state_size": 8, "ssm.conv_kernel": 4, "shortconv.l_cache": 3, "embedding_length_per_layer_input": 0,
+}  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_of_other_architectures_is_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
+    name = data.draw(st.sampled_from(sorted(OTHERS)))
+    key, value = data.draw(st.sampled_from(OTHERS[name].split())), data.draw(VALUES)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), name)
+    for each, common in (COMMON | {key: value}).items():
+        add = {bool: writer.add_bool, float: writer.add_float64, str: writer.add_string, list: writer.add_array}
+        add.get(type(common), writer.add_int64)(f"{name}.{each}", common)
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with contextlib.suppress(ModelError):
+        use(tmp_path / "model.gguf")
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -99,7 +99,7 @@ def headrace_logits(path: Path, tokens: list[int]) -> Any:
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = build(name)
     path = saved(tmp_path, model)
-    tokens = prompt(300)
+    tokens = prompt(300 if name == "phi3" else 60)  # more than a window, and of phi3 more than its first rope serves
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([tokens])).logits[0].numpy()
 
@@ -167,13 +167,13 @@ def having(method: str, *values: Any) -> Callable[[Any], None]:
         (having("add_uint32", "qwen2.attention.head_count", 5), "'qwen2.attention.head_count': 5 heads do not divide"),
         (having("add_array", "qwen2.feed_forward_length", [96, 64, 96]), "'qwen2.feed_forward_length': Expected an"),
         (having("add_uint32", "qwen2.expert_count", 8), "Key 'qwen2.expert_count': Headrace does not know this key"),
-        (having("add_uint32", "qwen2.rope.dimension_count", 8), "Expected the size of a head, 16, found 8"),
+        (having("add_uint32", "qwen2.rope.dimension_count", 8), "rope.dimension_count': This architecture does not"),
         (having("add_string", "qwen2.rope.scaling.type", "su"), "Rope 'su' is not supported"),
         (having("add_string", "general.architecture", "mamba"), "Unknown architecture 'mamba'. Headrace reads GGUF"),
         (having("add_string", "general.type", "mmproj"), "The file holds 'mmproj', not a model"),
         (having("add_uint16", "split.count", 3), "'split.count': The model is split into 3 files"),
         (without("tokenizer.ggml.model"), "Key 'tokenizer.ggml.model': The key is missing."),
-        (having("add_string", "tokenizer.ggml.model", "t5"), "Tokenizer 't5' is not supported"),
+        (having("add_string", "tokenizer.ggml.model", "rwkv"), "Tokenizer 'rwkv' is not supported"),
         (without("tokenizer.ggml.pre"), "'tokenizer.ggml.pre': The key is missing, so how words are divided"),
         (having("add_string", "tokenizer.ggml.pre", "default"), "Pre-tokenizer 'default' is not supported"),
         (having("add_array", "tokenizer.ggml.merges", ["a b", "ab"]), "'tokenizer.ggml.merges': Expected two tokens"),

@@ -21,7 +21,9 @@ class TensorPart(msgspec.Struct, frozen=True):
     the second, then the others. With `pairs_last` the rotated rows are the last ones of a head in the files.
     `grouped` is set for queries, keys and values in one tensor, head by head of the keys: the queries of each key,
     and the rows of a head. `split` is set where the file has rows in groups of such sizes, by turns, and only those
-    at one place of each turn are meant. `transposed` is set for [inputs, outputs], `either_way` where the shape
+    at one place of each turn are meant. `tiled` is set where the file has the first head of every group, then the
+    second, and so on: the rows before the heads, the groups, and the rows of a head. `tiled_inputs` says so of inputs:
+    the groups, and the inputs of a head. `transposed` is set for [inputs, outputs], `either_way` where the shape
     says which of both it is, and `flat` for a vector that has more dimensions in the files.
     """
 
@@ -32,6 +34,8 @@ class TensorPart(msgspec.Struct, frozen=True):
     pairs_last: bool = False
     grouped: tuple[int, int] | None = None
     split: tuple[tuple[int, ...], int] | None = None
+    tiled: tuple[int, int, int] | None = None
+    tiled_inputs: tuple[int, int] | None = None
     transposed: bool = False
     either_way: bool = False
     flat: bool = False
@@ -47,6 +51,9 @@ class TensorPart(msgspec.Struct, frozen=True):
             first = sum(sizes[:place])
             turns = np.arange(0, rows, sum(sizes))[:, None]
             return (turns + np.arange(first, first + sizes[place])).reshape(-1)
+        if self.tiled is not None:
+            before, groups, size = self.tiled
+            return np.concatenate([np.arange(before), before + _by_group(rows - before, groups, size)])
         if self.pairs is None:
             return None
         size, rotated = self.pairs
@@ -54,6 +61,15 @@ class TensorPart(msgspec.Struct, frozen=True):
         others = range(first) if self.pairs_last else range(rotated, size)
         head = [*range(first, first + rotated, 2), *range(first + 1, first + rotated, 2), *others]
         return (np.arange(0, rows, size)[:, None] + np.array(head)).reshape(-1)
+
+    def input_order(self, inputs: int) -> NDArray[np.intp] | None:
+        """Return which input of the file each of our inputs is; None if they are in our order."""
+        return None if self.tiled_inputs is None else _by_group(inputs, *self.tiled_inputs)
+
+
+def _by_group(count: int, groups: int, size: int) -> NDArray[np.intp]:
+    """Return where the heads of the first group are, then of the second, in a file that has heads group by turns."""
+    return np.arange(count, dtype=np.intp).reshape(-1, groups, size).swapaxes(0, 1).reshape(-1)
 
 
 TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its parts, joined along the rows

@@ -19,7 +19,9 @@ _NIBBLES: Final = np.array([0, 4], dtype=np.uint8)[:, None]
 _PAIRS: Final = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
 _BITS: Final = np.arange(8, dtype=np.uint8)[:, None]
 _IQ4: Final = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
-IQ4_VALUES: Final = _IQ4.astype(np.int16)  # what the codes of IQ4_NL and IQ4_XS stand for
+_FLOATS4: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)  # twice each
+# What the codes of a type stand for, by the kernels' names of tables.
+TABLES: Final[Mapping[str, NDArray[np.int16]]] = {"iq4": _IQ4.astype(np.int16), "mxfp4": _FLOATS4.astype(np.int16)}
 
 
 class BlockFormat(NamedTuple):
@@ -42,6 +44,7 @@ class Exact(NamedTuple):
     bits: int
     group: int = 32
     offsets: bool = False
+    table: str = ""  # codes stand for the values of this
 
 
 def decode_rows(rows: Bytes, type_name: str) -> F32:
@@ -60,8 +63,8 @@ def decode_rows(rows: Bytes, type_name: str) -> F32:
 
 
 def exact_codes(rows: Bytes, type_name: str) -> Codes:
-    """Return the codes of rows of a type in EXACT, with scales and offsets. Without offsets, the zero is in the middle.
-    Codes of IQ4_NL and IQ4_XS stand for IQ4_VALUES."""
+    """Return the codes of rows of a type in EXACT, with scales and offsets. Without offsets, the zero is in the middle,
+    or the codes stand for the values of a table."""
     block = BLOCKS[type_name]
     blocks = np.ascontiguousarray(rows).reshape(-1, block.bytes)
     with np.errstate(invalid="ignore", over="ignore"):  # a hostile scale: the caller rejects what is not finite
@@ -97,6 +100,8 @@ def _exact_blocks(blocks: Bytes, type_name: str) -> tuple[Bytes, F32, F32 | None
             codes, scales = _q3_codes(blocks).reshape(len(blocks), -1), _q3_scales(blocks)
         case "IQ4_NL":
             codes = _nibbles(blocks[:, 2:], 16)
+        case "MXFP4":
+            codes, scales = _nibbles(blocks[:, 1:], 16), _mxfp4_scales(blocks)
         case _:
             codes, scales = _nibbles(blocks[:, 8:], 16), _iq4_xs_scales(blocks)
     return codes, scales, offsets
@@ -230,6 +235,16 @@ def _iq4_xs(blocks: Bytes) -> F32:
     return _iq4_xs_scales(blocks)[:, :, None] * _IQ4[_nibbles(blocks[:, 8:], 16)].reshape(-1, 8, 32)
 
 
+def _mxfp4_scales(blocks: Bytes) -> F32:
+    """Return half the power of two of every block: the table has twice the values."""
+    scales: F32 = np.ldexp(np.float32(0.5), blocks[:, :1].astype(np.int32) - 127).astype(np.float32)
+    return scales
+
+
+def _mxfp4(blocks: Bytes) -> F32:
+    return _mxfp4_scales(blocks) * _FLOATS4[_nibbles(blocks[:, 1:], 16)]
+
+
 BLOCKS: Final[Mapping[str, BlockFormat]] = {
     "F32": BlockFormat(1, 4, _dense("<f4")),
     "F16": BlockFormat(1, 2, _dense("<f2")),
@@ -246,6 +261,7 @@ BLOCKS: Final[Mapping[str, BlockFormat]] = {
     "Q6_K": BlockFormat(256, 210, _q6_k),
     "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
     "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
+    "MXFP4": BlockFormat(32, 17, _mxfp4),
 }
 # Types that the kernels have a layout for. Those of 5 and 6 bits with minima or closer groups are not among them: their
 # codes would take 8 bits of memory, as weights that are rounded to int8 do.
@@ -257,8 +273,9 @@ EXACT: Final[Mapping[str, Exact]] = {
     "Q4_K": Exact(4, offsets=True),
     "Q3_K": Exact(3, group=16),
     "Q2_K": Exact(2, group=16, offsets=True),
-    "IQ4_NL": Exact(4),
-    "IQ4_XS": Exact(4),
+    "IQ4_NL": Exact(4, table="iq4"),
+    "IQ4_XS": Exact(4, table="iq4"),
+    "MXFP4": Exact(4, table="mxfp4"),
 }
 # The types' numbers in files; those that BLOCKS lacks are refused by name.
 TYPE_NAMES: Final[Mapping[int, str]] = {

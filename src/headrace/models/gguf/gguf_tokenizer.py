@@ -1,7 +1,7 @@
 """Turns the vocabulary in a GGUF file's metadata into the form of a tokenizer.json.
 
-Two kinds of vocabularies are read: `gpt2` (BPE over bytes, with merges) and `llama` (SentencePiece's BPE, with scores).
-Others are rejected by name.
+These kinds of vocabularies are read: `gpt2` (BPE over bytes, with merges), `llama` (SentencePiece's BPE, with scores),
+`gemma4` (the same with merges), and those of encoders (see encoder_vocabularies). Others are rejected by name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from numpy.typing import NDArray
 
 from headrace.errors import ModelError
 from headrace.models.formats.gguf_file import GgufFile
+from headrace.models.gguf.encoder_vocabularies import around, unigram, wordpiece
 from headrace.models.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from headrace.models.text.tokenizer_files import TemplateSources, TokenizerFiles
 
+_KINDS: Final = ("gpt2", "llama", "gemma4", "bert", "t5")
+# Ways to divide a text whose models are encoders, with a token before it and one after.
+_ENCODERS: Final = ("modern-bert", "roberta-bpe")
 _MODEL: Final = "tokenizer.ggml.model"
 _PRE: Final = "tokenizer.ggml.pre"
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _TYPES: Final = "tokenizer.ggml.token_type"
 _SCORES: Final = "tokenizer.ggml.scores"
 _MERGES: Final = "tokenizer.ggml.merges"
+_CHARACTERS: Final = "tokenizer.ggml.precompiled_charsmap"
+_LOWERCASE: Final = "tokenizer.ggml.normalizer.lowercase"
 _TEMPLATE: Final = "tokenizer.chat_template"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -60,18 +66,64 @@ class Vocabulary(msgspec.Struct, frozen=True):
 def read_tokenizer(file: GgufFile) -> TokenizerFiles:
     """Return the tokenizer of a file. Raise ModelError if a key is missing, wrong or not supported."""
     kind = _text(file, _MODEL)
-    if kind not in ("gpt2", "llama"):
-        raise _error(file, _MODEL, f"Tokenizer {kind[:60]!r} is not supported. Supported are gpt2 and llama.")
+    if kind not in _KINDS:
+        supported = ", ".join(_KINDS)
+        raise _error(file, _MODEL, f"Tokenizer {kind[:60]!r} is not supported. Supported are {supported}.")
     vocabulary = _vocabulary(file)
     pre = _pre_tokenizer(file) if kind == "gpt2" else None
     special = {name: vocabulary.tokens[id] for name, key in _NAMED.items() if (id := _id(file, key, vocabulary)) >= 0}
-    adds_bos = pre is None or pre.adds_bos
-    config = {
-        "add_bos_token": _flag(file, "tokenizer.ggml.add_bos_token", default=adds_bos),
-        "add_eos_token": _flag(file, "tokenizer.ggml.add_eos_token", default=False),
-    }
-    read = partial(_bpe, file, vocabulary, pre) if pre is not None else partial(_sentencepiece, file, vocabulary)
+    frame = None
+    if kind in ("bert", "t5") or _pre_name(file) in _ENCODERS:
+        twice = kind != "bert" and _pre_name(file) != "modern-bert"
+        frame = _frame(file, vocabulary, special, twice=twice)
+    config: dict[str, object] = {}
+    if frame is None:
+        adds_bos = pre is None or pre.adds_bos
+        config["add_bos_token"] = _flag(file, "tokenizer.ggml.add_bos_token", default=adds_bos)
+        config["add_eos_token"] = _flag(file, "tokenizer.ggml.add_eos_token", default=False)
+    if pre is not None:
+        read = partial(_bpe, file, vocabulary, pre, frame)
+    elif frame is not None:
+        read = partial(_encoder, file, vocabulary, frame, special)
+    else:
+        read = partial(_sentencepiece, file, vocabulary)
     return TokenizerFiles(file.path, read, config, special, _ends(file, vocabulary), partial(_templates, file))
+
+
+def _frame(file: GgufFile, vocabulary: Vocabulary, special: Mapping[str, str], *, twice: bool) -> dict[str, Any]:
+    """Return which tokens come around the texts of an encoder."""
+    first = special.get("cls_token") or special.get("bos_token")
+    last = special.get("sep_token") or special.get("eos_token")
+    if first is None or last is None:
+        key = _NAMED["bos_token" if first is None else "eos_token"]
+        raise _error(file, key, "The key is missing, so what comes around a text is unknown.")
+    ids = {token: vocabulary.tokens.index(token) for token in (first, last)}
+    return around(first, last, ids, twice=twice)
+
+
+def _encoder(file: GgufFile, vocabulary: Vocabulary, frame: dict[str, Any], special: Mapping[str, str]) -> bytes:
+    kind = _text(file, _MODEL)
+    unknown = next((id for id in range(len(vocabulary.tokens)) if vocabulary.has_type(id, _UNKNOWN)), -1)
+    if kind == "bert":
+        whole = np.isin(vocabulary.types, (_UNKNOWN, _CONTROL)).tolist()
+        token = special.get("unk_token", "[UNK]" if unknown < 0 else vocabulary.tokens[unknown])
+        if token not in vocabulary.tokens:
+            raise _error(file, _NAMED["unk_token"], "The key is missing, and no token stands for unknown words.")
+        parts = wordpiece(vocabulary.tokens, whole, token, lowercase=_flag(file, _LOWERCASE, default=True))
+    else:
+        if unknown < 0:
+            raise _error(file, _TYPES, "No token stands for unknown characters.")
+        parts = unigram(vocabulary.tokens, _scores(file, vocabulary), unknown, _replacements(file))
+    return _tokenizer_json(parts.pop("model"), added=_added(vocabulary), post_processor=frame, **parts)
+
+
+def _replacements(file: GgufFile) -> bytes:
+    value = file.metadata.get(_CHARACTERS)
+    if value is None:
+        return b""
+    if not isinstance(value, np.ndarray) or value.dtype.itemsize != 1:
+        raise _error(file, _CHARACTERS, "Expected an array of bytes.")
+    return value.tobytes()
 
 
 def _vocabulary(file: GgufFile) -> Vocabulary:
@@ -90,6 +142,10 @@ def _vocabulary(file: GgufFile) -> Vocabulary:
     return Vocabulary(tokens, types.astype(np.int32))
 
 
+def _pre_name(file: GgufFile) -> object:
+    return file.metadata.get(_PRE)
+
+
 def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     if _PRE not in file.metadata:
         raise _error(
@@ -102,20 +158,25 @@ def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _bpe(file: GgufFile, vocabulary: Vocabulary, pre: PreTokenizer) -> bytes:
+def _merges(file: GgufFile) -> list[list[str]]:
     merges = _texts(file, _MERGES)
     for merge in merges:
         if merge.count(" ") != 1:
             raise _error(file, _MERGES, f"Expected two tokens and a space between them, found {merge[:80]!r}.")
+    return [merge.split(" ") for merge in merges]
+
+
+def _bpe(file: GgufFile, vocabulary: Vocabulary, pre: PreTokenizer, frame: dict[str, Any] | None) -> bytes:
     model = {
         "type": "BPE",
         "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
-        "merges": [merge.split(" ") for merge in merges],
+        "merges": _merges(file),
         "ignore_merges": pre.ignore_merges,
     }
     return _tokenizer_json(
         model,
         added=_added(vocabulary),
+        post_processor=frame,
         normalizer=pre.normalizer,
         pre_tokenizer={"type": "Sequence", "pretokenizers": pre.steps},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -123,15 +184,15 @@ def _bpe(file: GgufFile, vocabulary: Vocabulary, pre: PreTokenizer) -> bytes:
 
 
 def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> bytes:
-    scores = _numbers(file, _SCORES, len(vocabulary.tokens))
-    if scores.dtype.kind != "f" or not np.isfinite(scores).all():
-        raise _error(file, _SCORES, "Expected an array of finite numbers.")
+    merges = (
+        _merges(file) if _text(file, _MODEL) == "gemma4" else merges_by_score(vocabulary, _scores(file, vocabulary))
+    )
     prefixed = _flag(file, "tokenizer.ggml.add_space_prefix", default=True)
     unknown = next((token for id, token in enumerate(vocabulary.tokens) if vocabulary.has_type(id, _UNKNOWN)), None)
     model = {
         "type": "BPE",
         "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
-        "merges": merges_by_score(vocabulary, scores.tolist()),
+        "merges": merges,
         "unk_token": unknown,
         "fuse_unk": True,
         "byte_fallback": True,
@@ -153,6 +214,13 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> bytes:
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
     )
+
+
+def _scores(file: GgufFile, vocabulary: Vocabulary) -> list[float]:
+    scores = _numbers(file, _SCORES, len(vocabulary.tokens))
+    if scores.dtype.kind != "f" or not np.isfinite(scores).all():
+        raise _error(file, _SCORES, "Expected an array of finite numbers.")
+    return scores.tolist()
 
 
 def merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -193,9 +261,11 @@ def _added(vocabulary: Vocabulary, *, strips: bool = False) -> list[dict[str, An
     ]
 
 
-def _tokenizer_json(model: dict[str, Any], *, added: list[dict[str, Any]], **parts: Any) -> bytes:
+def _tokenizer_json(
+    model: dict[str, Any], *, added: list[dict[str, Any]], post_processor: dict[str, Any] | None = None, **parts: Any
+) -> bytes:
     return msgspec.json.encode(
-        {"version": "1.0", "added_tokens": added, **parts, "post_processor": None, "model": model}
+        {"version": "1.0", "added_tokens": added, **parts, "post_processor": post_processor, "model": model}
     )
 
 

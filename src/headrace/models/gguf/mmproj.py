@@ -6,85 +6,32 @@ that Headrace does not know are rejected, because they may change what the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson, shorten
-from headrace.models.families.decoder import TensorNames
+from headrace.models.families.decoder import named_sources, paired_sources
+from headrace.models.families.family import TensorSources
 from headrace.models.families.vision.towers import read_tower
-from headrace.models.families.vision.vision_tower import MAX_SIDE, TowerSpec, TowerTensor
+from headrace.models.families.vision.vision_tower import TowerSpec, TowerTensor
 from headrace.models.formats.gguf_file import GgufFile
+from headrace.models.gguf.gguf_keys import GgufKeys, key_error
+from headrace.models.gguf.projectors import NAMES, PROJECTORS, Projector
 
-_VISION: Final = "clip.vision."
-_SCALE: Final = "projector.scale_factor"
-_MAX_EDGE: Final = 1 << 20  # pixels; the layout has a bound of its own
-# Names in vision_config -> names in a file.
-_KEYS: Final[Mapping[str, str]] = {
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "layer_norm_eps": "attention.layer_norm_epsilon",
-}
-_OTHERS: Final = frozenset(
-    "projection_dim image_mean image_std preproc_image_size projector.scale_factor projector_type".split()
+_VISION: Final = "clip.vision"
+# Without an effect, or for the text part.
+_OTHERS: Final = (
+    "image_size",
+    "projection_dim",
+    "projector_type",
+    "attention.layer_norm_epsilon",
+    "feed_forward_length",
 )
-# Of clip itself; its activation is that of the towers below.
-_CLIP: Final = frozenset("clip.projector_type clip.has_vision_encoder clip.use_gelu".split())
-
-_NAMES: Final[TensorNames] = {
-    "embed": ("position_embd",),
-    "norm": ("post_ln",),
-    "attn.norm": ("ln1",),
-    "attn.qkv": ("attn_q", "attn_k", "attn_v"),
-    "attn.o": ("attn_out",),
-    "mlp.norm": ("ln2",),
-    "mlp.up": ("ffn_up",),
-    "mlp.down": ("ffn_down",),
-}
-_EXTRAS: Final[Mapping[str, str]] = {
-    "patch": "v.patch_embd.weight",
-    "patch.bias": "v.patch_embd.bias",
-    "positions": "v.position_embd.weight",
-}
-
-
-class Projector(msgspec.Struct, frozen=True):
-    """What a projector's name in a file means for us."""
-
-    text: str  # architecture of the text part's file
-    name: str  # the Hugging Face class
-    tokens: Mapping[str, str]  # names in config.json -> tokens of the text part
-    extras: Mapping[str, str]  # our tensors -> names in the file
-    added: Mapping[str, float] = {}  # what converters add to our tensors
-
-
-_PROJECTORS: Final[Mapping[str, Projector]] = {
-    "idefics3": Projector(
-        "llama",
-        "Idefics3ForConditionalGeneration",
-        {"image_token_id": "<image>"},
-        {"projection": "mm.model.fc.weight"},
-    ),
-    "gemma3": Projector(
-        "gemma3",
-        "Gemma3ForConditionalGeneration",
-        {
-            "image_token_index": "<image_soft_token>",
-            "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-        },
-        {"projection": "mm.input_projection.weight", "norm": "mm.soft_emb_norm.weight"},
-        {"norm": 1.0},
-    ),
-}
+_CLIP: Final = frozenset("clip.projector_type clip.has_vision_encoder clip.use_gelu clip.use_silu".split())
+_ACTIVATIONS: Final = ("use_gelu", "use_silu")
 
 
 class Mmproj(NamedTuple):
@@ -94,6 +41,7 @@ class Mmproj(NamedTuple):
     file: GgufFile
     tower: TowerSpec
     preparation: ConfigJson
+    pairs: bool = False  # rows of q and k are in the pairs that the rope rotates
 
 
 def find_mmproj(path: Path) -> Path | None:
@@ -132,95 +80,86 @@ def read_mmproj(path: Path, text: GgufFile) -> Mmproj:
     compute exactly."""
     file = GgufFile.open(path)
     if file.metadata.get("general.architecture") != "clip":
-        raise _error(file, "general.architecture", "Expected 'clip': the file holds no image part.")
-    kind = str(file.metadata.get("clip.projector_type", file.metadata.get(f"{_VISION}projector_type")))
-    if kind not in _PROJECTORS:
-        raise _error(
-            file,
-            "clip.projector_type",
-            f"Found {shorten(kind)}. Headrace reads {' and '.join(_PROJECTORS)} from GGUF files.",
+        raise key_error(file, "general.architecture", "Expected 'clip': the file holds no image part.")
+    kind = str(file.metadata.get("clip.projector_type", file.metadata.get(f"{_VISION}.projector_type")))
+    if kind not in PROJECTORS:
+        known = ", ".join(PROJECTORS)
+        raise key_error(
+            file, "clip.projector_type", f"Found {shorten(kind)}. Headrace reads these from GGUF files: {known}."
         )
-    projector = _PROJECTORS[kind]
-    if text.metadata.get("general.architecture") != projector.text:
-        raise _error(file, "clip.projector_type", f"{shorten(kind)} belongs to a model of the kind {projector.text}.")
-    own = {
-        key.removeprefix(_VISION): value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in file.metadata.items()
-        if key.startswith(_VISION)
-    }
-    _check_keys(file, own)
-    tower = read_tower(_config(file, projector, own, text))
-    return Mmproj(file, _renamed(tower, projector, file), _preparation(file, kind, own))
+    projector = PROJECTORS[kind]
+    if text.metadata.get("general.architecture") not in projector.texts:
+        kinds = " or ".join(projector.texts)
+        raise key_error(file, "clip.projector_type", f"{shorten(kind)} belongs to a model of the kind {kinds}.")
+    keys = GgufKeys(file, _VISION)
+    config = _config(keys, projector, text)
+    preparation = _preparation(keys, projector)
+    tower = _renamed(read_tower(config), projector, keys)
+    _check_keys(keys, projector)
+    return Mmproj(file, tower, preparation, projector.pairs)
 
 
-def _check_keys(file: GgufFile, own: Mapping[str, Any]) -> None:
-    known = {*_KEYS.values(), *_OTHERS}
-    unknown = [f"{_VISION}{key}" for key, value in own.items() if key not in known and value]
-    unknown += [
-        key
-        for key, value in file.metadata.items()
-        if key.startswith("clip.") and not key.startswith(_VISION) and key not in _CLIP and value
-    ]
-    if unknown:
-        raise _error(file, unknown[0], "Headrace does not know this key, and it may change what the model sees.")
-    if file.metadata.get("clip.use_gelu", True) is not True:
-        raise _error(file, "clip.use_gelu", "Expected true: the towers that Headrace reads have no other activation.")
+def mmproj_sources(found: Mmproj, names: frozenset[str]) -> TensorSources:
+    """Map the tensors of the tower's encoder to those of the file, of which `names` are there."""
+    tower = found.tower
+    sources = named_sources(tower.encoder, tower.names, names, prefix=tower.prefixes[0], layer=tower.layer)
+    return paired_sources(sources, tower.encoder) if found.pairs else sources
 
 
-def _config(file: GgufFile, projector: Projector, own: Mapping[str, Any], text: GgufFile) -> ConfigJson:
-    for key in _KEYS.values():
-        if key not in own:
-            raise _error(file, f"{_VISION}{key}", "The key is missing.")
+def _check_keys(keys: GgufKeys, projector: Projector) -> None:
+    file = keys.file
+    for key in _OTHERS:
+        keys.get(key)
+    keys.refuse_unread()
+    for key, value in file.metadata.items():
+        if key.startswith("clip.") and not key.startswith(f"{_VISION}.") and key not in _CLIP and value:
+            raise key_error(file, key, "Headrace does not know this key, and it may change what the model sees.")
+    said = [each for each in _ACTIVATIONS if file.metadata.get(f"clip.{each}") is True]
+    wrong = [each for each in said or [""] if each not in projector.activations]
+    if not said and file.metadata.get("clip.use_gelu") is False and "use_gelu" in projector.activations:
+        wrong = ["use_gelu"]
+    if wrong:
+        key = f"clip.{wrong[0] or projector.activations[0]}"
+        raise key_error(file, key, "The tower of this projector has another activation.")
+
+
+def _config(keys: GgufKeys, projector: Projector, text: GgufFile) -> ConfigJson:
     tokens = text.metadata.get("tokenizer.ggml.tokens")
     places = {token: place for place, token in enumerate(tokens)} if isinstance(tokens, list) else {}
     missing = [token for token in projector.tokens.values() if token not in places]
     if missing:
         raise ModelError(f"The vocabulary has no token '{missing[0]}', which stands for images.", path=text.path)
+    width = text.metadata.get(f"{text.metadata.get('general.architecture')}.embedding_length")
     values: dict[str, Any] = {
         "architectures": [projector.name],
-        "vision_config": {ours: own[theirs] for ours, theirs in _KEYS.items()},
-        "text_config": {"hidden_size": text.metadata.get(f"{projector.text}.embedding_length")},
+        "text_config": {"hidden_size": width},
         **{key: places[token] for key, token in projector.tokens.items()},
+        **projector.config(keys, text),
     }
-    sizes = ConfigJson(own, path=file.path, prefix=_VISION)
-    if projector.text == "llama":
-        values["scale_factor"] = sizes.size(_SCALE, maximum=MAX_SIDE, default=2)
-    else:
-        side = sizes.size("image_size", maximum=MAX_SIDE) // sizes.size("patch_size", maximum=MAX_SIDE)
-        values["mm_tokens_per_image"] = (side // sizes.size(_SCALE, maximum=MAX_SIDE, default=4)) ** 2
-    return ConfigJson(values, path=file.path)
+    return ConfigJson(values, path=keys.file.path, spelled=keys.spelled())
 
 
-def _renamed(tower: TowerSpec, projector: Projector, file: GgufFile) -> TowerSpec:
+def _renamed(tower: TowerSpec, projector: Projector, keys: GgufKeys) -> TowerSpec:
     """Return the tower with the names that its tensors have in the file."""
-    names = {**_EXTRAS, **projector.extras}
+    file, names = keys.file, projector.extras(keys)
     extras = tuple(
         TowerTensor(extra.name, (names[extra.name],), extra.shape, projector.added.get(extra.name, 0.0))
         for extra in tower.extras
     )
-    table = _NAMES
+    table = {**NAMES, **projector.names}
     up = file.tensors.get("v.blk.0.ffn_up.weight")
     sizes = (tower.encoder.hidden_size, tower.encoder.intermediate_size)
     if up is not None and sizes[0] != sizes[1] and up.shape == sizes:  # older converters exchanged them
-        table = {**_NAMES, "mlp.up": _NAMES["mlp.down"], "mlp.down": _NAMES["mlp.up"]}
+        down, gate = table["mlp.down"], table["mlp.gate_up"]
+        table = {**table, "mlp.up": down, "mlp.down": table["mlp.up"], "mlp.gate_up": (gate[0], *down)}
+    if "v.blk.0.attn_qkv.weight" in file.tensors:
+        table = {**table, "attn.qkv": ("attn_qkv",)}
     return msgspec.structs.replace(
         tower, names=table, prefixes=("v.",), layer="blk", probe="patch_embd.weight", extras=extras
     )
 
 
-def _preparation(file: GgufFile, kind: str, own: Mapping[str, Any]) -> ConfigJson:
+def _preparation(keys: GgufKeys, projector: Projector) -> ConfigJson:
     """Return how images are prepared."""
-    sizes = ConfigJson(own, path=file.path, prefix=_VISION)
-    side = sizes.size("image_size", maximum=MAX_SIDE)
-    values: dict[str, Any] = {key: own[key] for key in ("image_mean", "image_std") if key in own}
-    if kind == "gemma3":
-        values["size"] = {"height": side, "width": side}
-    else:
-        longest = sizes.size("preproc_image_size", maximum=_MAX_EDGE, default=side)
-        values |= {"max_image_size": {"longest_edge": side}, "size": {"longest_edge": longest}}
-        values["do_image_splitting"] = longest > side
-    return ConfigJson(values, path=file.path)
-
-
-def _error(file: GgufFile, key: str, reason: str) -> ModelError:
-    return ModelError(f"Key {key[:120]!r}: {reason}", path=file.path)
+    values = {key: keys.items(key) for key in ("image_mean", "image_std") if keys.items(key)}
+    return ConfigJson({**values, **projector.preparation(keys)}, path=keys.file.path)

@@ -23,7 +23,7 @@ from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.model_weights import ModelWeights
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.gguf.gguf_weights import GgufWeights
-from headrace.models.gguf.mmproj import Mmproj, find_mmproj, has_mmproj, read_mmproj
+from headrace.models.gguf.mmproj import Mmproj, find_mmproj, has_mmproj, mmproj_sources, read_mmproj
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import packed_matrix_bytes, packed_size
 from headrace.models.precision import AUTO, WeightPlan, check_image_weights, parse_plan
@@ -155,10 +155,8 @@ def _mmproj(path: Path) -> Mmproj:
 
 def _open_mmproj(path: Path) -> tuple[TowerSpec, ModelFolder]:
     found = _mmproj(path)
-    spec, weights = found.tower.encoder, GgufWeights(found.file, {})
-    sources = named_sources(
-        spec, found.tower.names, weights.names, prefix=found.tower.prefixes[0], layer=found.tower.layer
-    )
+    spec, weights = found.tower.encoder, GgufWeights(found.file)
+    sources = mmproj_sources(found, weights.names)
     folder = ModelFolder(found.file.path, spec, weights, sources, partial(read_tokenizer, found.file))
     folder.check_shapes()
     return found.tower, folder

@@ -103,13 +103,19 @@ def placed_rope(
     if parameters is not None:
         order = "take turns" if interleaved else "follow each other"
         parameters.refuse("mrope_interleaved", f"pairs must {order}", unless=(None, interleaved))
+    return msgspec.structs.replace(rope, axes=rope_axes(sections, interleaved=interleaved))
+
+
+def rope_axes(sections: tuple[int, ...], *, interleaved: bool) -> tuple[int, ...]:
+    """Return by pair whether it turns by time, by row or by column, of which there are so many each."""
     if not interleaved:
-        return msgspec.structs.replace(rope, axes=tuple(a for a, count in enumerate(sections) for _ in range(count)))
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    pairs = sum(sections)
     axes = [0] * pairs
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], pairs), 3):
             axes[pair] = axis
-    return msgspec.structs.replace(rope, axes=tuple(axes))
+    return tuple(axes)
 
 
 def read_tower(config: ConfigJson) -> TowerSpec:
