@@ -145,6 +145,23 @@ def test_a_tenants_own_semantic_cache_is_found_too(tmp_path: Path) -> None:
     assert [keys for _, keys in turned_off(declared_only)] == [["cache.semantic.embedder"]]
 
 
+def test_what_managed_engines_round_is_found_too(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text(
+        "[models.big.upstream]\nkind = 'vllm'\n"
+        "managed = { model = 'a/b', kv_dtype = 'fp8', quantisation = 'fp8' }\n"
+        "[models.big.upstreams.exact]\nkind = 'vllm'\nmanaged = { model = 'a/b', kv_dtype = 'bfloat16' }\n"
+    )
+    config = read_declared(path, environ={}, check=lambda config, environ: iter(()))
+    where = "models.big.upstream.managed"
+    assert [keys for _, keys in turned_off(config)] == [[f"{where}.quantisation"], [f"{where}.kv_dtype"]]
+    safe = without_lossy(config)
+    assert turned_off(safe) == []
+    exact = safe.models["big"].upstreams["exact"].managed
+    assert exact is not None
+    assert exact.kv_dtype == "bfloat16"
+
+
 def test_the_switch_applies_when_a_configuration_is_loaded(tmp_path: Path) -> None:
     path = declared(tmp_path, "[safety]\nlossless_only = true\n")
     loaded = load_config(path, environ={}, check=lambda config, environ: iter(()))

@@ -14,12 +14,16 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.config import Config, FastConfig, Options
+from headrace.config.managed_section import ManagedConfig
 from headrace.config.routing_section import RoutingConfig, RuleConfig
 from headrace.config.toml_text import key_path
+from headrace.config.upstream_section import UpstreamConfig
 from headrace.gateway.degradation.ladder.ladder_config import resolve_ladder
 
 _LOSSLESS_WEIGHTS: Final = frozenset({"auto", "f32", "bf16"})
 _LOSSLESS_KV: Final = frozenset({"f32", "bf16"})
+# By the names of vLLM, SGLang, llama.cpp and OpenVINO.
+_LOSSLESS_MANAGED_KV: Final = frozenset("auto bf16 bfloat16 f16 fp16 float16 f32 fp32 float32".split())
 _HARMLESS_STEPS: Final = frozenset({"refuse"})  # of a ladder: no answer is changed
 
 
@@ -61,17 +65,57 @@ def _is_lossy_weight(key: str, value: Any) -> bool:
     return False
 
 
+def _managed(config: Config) -> Iterator[tuple[str, ManagedConfig]]:
+    """The engines of others that Headrace runs, which round by settings of their own."""
+    for name, model in config.models.items():
+        if model.upstream is not None and model.upstream.managed is not None:
+            yield f"{key_path('models', name)}.upstream.managed", model.upstream.managed
+        for variant, upstream in model.upstreams.items():
+            if upstream.managed is not None:
+                yield f"{key_path('models', name, 'upstreams', variant)}.managed", upstream.managed
+
+
+def _rounds_kv(managed: ManagedConfig) -> bool:
+    return managed.kv_dtype is not None and managed.kv_dtype.lower() not in _LOSSLESS_MANAGED_KV
+
+
 def _lossy_weights(config: Config) -> list[str]:
-    return [
+    found = [
         f"{where}.{key}"
         for where, options in _options(config)
         for key in options
         if _is_lossy_weight(key, options[key])
     ]
+    return found + [f"{where}.quantisation" for where, each in _managed(config) if each.quantisation is not None]
+
+
+def _weights_off(config: Config) -> Config:
+    return _managed_without(_without(config, _is_lossy_weight), lambda each: replace(each, quantisation=None))
 
 
 def _lossy_kv(config: Config) -> list[str]:
-    return [f"{where}.kv" for where, options in _options(config) if options.get("kv", "bf16") not in _LOSSLESS_KV]
+    found = [f"{where}.kv" for where, options in _options(config) if options.get("kv", "bf16") not in _LOSSLESS_KV]
+    return found + [f"{where}.kv_dtype" for where, each in _managed(config) if _rounds_kv(each)]
+
+
+def _kv_off(config: Config) -> Config:
+    config = _without(config, lambda key, value: key == "kv" and value not in _LOSSLESS_KV)
+    return _managed_without(config, lambda each: replace(each, kv_dtype=None) if _rounds_kv(each) else each)
+
+
+def _managed_without(config: Config, change: Callable[[ManagedConfig], ManagedConfig]) -> Config:
+    def changed(upstream: UpstreamConfig) -> UpstreamConfig:
+        return upstream if upstream.managed is None else replace(upstream, managed=change(upstream.managed))
+
+    models = {
+        name: replace(
+            model,
+            upstream=None if model.upstream is None else changed(model.upstream),
+            upstreams={variant: changed(upstream) for variant, upstream in model.upstreams.items()},
+        )
+        for name, model in config.models.items()
+    }
+    return replace(config, models=models)
 
 
 def _without(config: Config, is_lossy: Callable[[str, Any], bool]) -> Config:
@@ -226,10 +270,10 @@ TECHNIQUES: Final = (
         name="integer weights",
         area="weights",
         lossless=False,
-        about="int8, int4, int3 and int2 weights, and keep rules that name them",
+        about="int8, int4, int3 and int2 weights, keep rules that name them, and a managed engine's `quantisation`",
         switch="options.weights",
         used=_lossy_weights,
-        off=lambda config: _without(config, _is_lossy_weight),
+        off=_weights_off,
     ),
     Technique(
         name="compressed models",
@@ -242,10 +286,10 @@ TECHNIQUES: Final = (
         name="rounded KV cache",
         area="KV cache",
         lossless=False,
-        about="keys and values in int8, fp8 or int4",
+        about="keys and values in int8, fp8 or int4, and a managed engine's `kv_dtype`",
         switch="options.kv",
         used=_lossy_kv,
-        off=lambda config: _without(config, lambda key, value: key == "kv" and value not in _LOSSLESS_KV),
+        off=_kv_off,
     ),
     Technique(
         name="semantic cache",

@@ -96,6 +96,7 @@ def test_a_line_that_a_full_disk_cut_spoils_no_other(tmp_path: Path, monkeypatch
             kept.append(lost)
     kept.append(after)
     assert list(kept.read("acme")) == [first, after]
+    assert len(files(tmp_path)) == 1  # a disk that stays full costs no file for each record
 
 
 def test_old_recordings_go(tmp_path: Path) -> None:

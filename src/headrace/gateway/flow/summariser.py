@@ -7,6 +7,7 @@ under an id of its own, and ended where the client leaves. Whatever fails, turns
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -48,6 +49,7 @@ class ModelSummariser:
             sampling=SamplingParams(temperature=0.0),
             max_tokens=tokens,
             surface=exchange.surface,
+            deadline_s=_deadline_s(exchange),
         )
         part = derive_exchange(exchange, served, text_request)
         part.prompts = {}
@@ -114,6 +116,13 @@ class ModelSummariser:
                 ledger.charge(_charge_id(part), usage, ended="finished" if part.finish else "gone")
             else:
                 ledger.release(_charge_id(part))
+
+
+def _deadline_s(exchange: Exchange) -> float | None:
+    """Return the seconds from the request's arrival until the summary is to end: half of the time that is left."""
+    if exchange.deadline is None:
+        return None
+    return (time.monotonic() + exchange.deadline) / 2 - exchange.arrival
 
 
 def _charge_id(part: Exchange) -> str:

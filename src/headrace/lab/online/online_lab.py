@@ -164,11 +164,6 @@ def _why_no_canary(config: Config) -> str:
             "A canary sends requests to another variant, which safety.lossless_only does not allow. Copy requests to "
             "a shadow, or set lossless_only = false."
         )
-    if config.server.processes > 1:
-        return (
-            "A canary needs server.processes = 1: the main process measures the requests that it serves itself, which "
-            "are too few to decide by."
-        )
     return ""
 
 

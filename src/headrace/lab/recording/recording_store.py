@@ -68,16 +68,24 @@ class RecordingStore:
         if self._cipher is not None:
             line = self._cipher.encrypt(line, tenant)
         path = self._segment(tenant)
+        size = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab", opener=_private) as file:
                 file.write(line + b"\n")
         except OSError:
-            self._open.pop(tenant, None)  # a part of the line may be there, and nothing may follow it
+            self._cut(tenant, path, size)
             raise
         self._written += len(line) + 1
         if self._written >= self._segment_bytes:
             self.apply_bounds()
         return len(line) + 1
+
+    def _cut(self, tenant: str, path: Path, size: int) -> None:
+        """Remove the part of a line that a full disk has cut, because nothing may follow it."""
+        try:
+            os.truncate(path, size)
+        except OSError:  # the next record begins another segment
+            self._open.pop(tenant, None)
 
     @property
     def exists(self) -> bool:

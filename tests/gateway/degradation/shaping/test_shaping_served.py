@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,13 @@ async def test_a_client_that_leaves_ends_its_summary(tmp_path: Path) -> None:
     async with shaping(tmp_path, shaping=ShapingConfig(overflow="summarise", summary_s=60.0)) as running:
         running.engine.answer = None
         client = await running.client()
-        await client.send(request("POST", PATH, question("Hello", messages=talk(40)), **RED))
+        before = time.monotonic()
+        body = question("Hello", messages=talk(40), deadline_ms=600_000)
+        await client.send(request("POST", PATH, body, **RED))
         await until(lambda: bool(running.engine.open))
+        deadline = running.engine.open[0].request.deadline
+        assert deadline is not None
+        assert 200 < deadline - before < 400  # half of the time is left for the answer
         client.leave()
         await until(lambda: not running.engine.open and running.server.context.running == 0)
         assert len(running.engine.streams) == 1
