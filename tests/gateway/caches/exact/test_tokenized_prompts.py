@@ -39,6 +39,7 @@ def test_all_that_a_prompt_is_made_of_tells_it_apart() -> None:
         of(think=False),
     ]
     exchanges.append(replace(of(), served=served(name="mini@golden")))
+    exchanges.append(replace(of(), served=replace(served(), fingerprint="fp_reloaded")))
     names = {prompts.name(each) for each in exchanges}
     assert len(names) == len(exchanges)
     assert None not in names

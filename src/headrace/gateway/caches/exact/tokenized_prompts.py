@@ -44,7 +44,9 @@ class TokenizedPrompts:
         if images_of(text_request.messages):
             return None  # where they are is not kept, and those of a URL may change
         tools = None if text_request.choosing == "none" else text_request.tools
-        ingredients = (exchange.caller.tenant, served.name, text_request.messages, tools, text_request.template_values)
+        # A model that is reloaded may have another template and another tokenizer under the same name.
+        model = (served.name, served.fingerprint)
+        ingredients = (exchange.caller.tenant, model, text_request.messages, tools, text_request.template_values)
         try:
             return hashlib.blake2b(_encode(ingredients), digest_size=16).digest()
         except (TypeError, ValueError, OverflowError, RecursionError):
