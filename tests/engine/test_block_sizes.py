@@ -48,8 +48,7 @@ def expected(tiny_folder: Path) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("size", KV_BLOCKS)
-@pytest.mark.parametrize("speculation", ["ngram", "self"])
+@pytest.mark.parametrize(("size", "speculation"), [*zip(KV_BLOCKS, ["ngram", "self"] * 2, strict=True)])
 def test_answers_are_the_same_in_blocks_of_every_size(
     size: int, speculation: str, tiny_folder: Path, tmp_path: Path, expected: dict[str, list[list[int]]]
 ) -> None:
