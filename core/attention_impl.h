@@ -59,7 +59,7 @@ struct Chunk {
 inline void load_quads(KvType type, const uint8_t* codes, int64_t n, F16 out[4]) {
   switch (type) {
     case KvType::kFp8:
-      return load_e4m3_quads(codes + n * 64, out);
+      return load_fp8_quads<E4m3>(codes + n * 64, out);
     case KvType::kInt4:
       codes += n / 2 * 64;
       return n % 2 == 0 ? load_u4_quads<false>(codes, out) : load_u4_quads<true>(codes, out);

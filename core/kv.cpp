@@ -194,7 +194,7 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
       return;
     }
     case KvType::kFp8: {
-      const Scales scales = write_scales(layout, record, slot, key, value, kMostE4m3);
+      const Scales scales = write_scales(layout, record, slot, key, value, E4m3::kMost);
       auto code = [](float number, float inverse) { return e4m3_from_f32(number * inverse); };
       write_bytes(layout, record, slot, key, value, scales, 0, code);
       return;

@@ -68,14 +68,6 @@ Layout Layout::of(Format format, int64_t outputs, int64_t inputs, int64_t group,
   return layout;
 }
 
-namespace {
-
-float f32_from_fp8(Format format, uint8_t code) {
-  return format == Format::kFp8 ? f32_from_e4m3(code) : f32_from_e5m2(code);
-}
-
-}  // namespace
-
 void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
   const Layout& layout = weights.layout;
   const uint8_t* panel = weights.data + channel / kPanel * layout.panel_bytes;
@@ -98,7 +90,7 @@ void unpack_channel(const PackedView& weights, int64_t channel, float* out) {
         const float scale = reinterpret_cast<const float*>(record)[lane] * weights.gain;
         for (int64_t k = g * layout.group, end = std::min(layout.inputs, k + layout.group); k < end; ++k) {
           const uint8_t code = record[layout.header_bytes + place_of_code(layout.format, k % layout.group, lane).byte];
-          out[k] = scale * f32_from_fp8(layout.format, code);
+          out[k] = scale * (layout.format == Format::kFp8 ? f32_from_fp8<E4m3>(code) : f32_from_fp8<E5m2>(code));
         }
       }
       return;

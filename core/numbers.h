@@ -1,5 +1,5 @@
-// Number formats in bits: bf16, f16 and e4m3 to and from f32, rounding to nearest even, and e5m2 to f32. Owns nothing
-// else.
+// Number formats in bits: bf16, f16 and fp8 (e4m3) to and from f32, rounding to nearest even, and fp8 (e5m2) to f32.
+// Owns nothing else.
 #pragma once
 
 #include <cstdint>
@@ -51,13 +51,28 @@ static inline uint16_t f16_from_f32(float value) {
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// Four bits of exponent and three of fraction: at most 448. The code of NaN is neither made nor known here.
-constexpr float kMostE4m3 = 448.0f;
+// The two formats of fp8 numbers. Constants alone: the instruction sets' kernels share these, and the linker would
+// merge a member function that one of them compiled into the objects of the others.
+struct E4m3 {
+  static constexpr int kFractionBits = 3;
+  static constexpr uint32_t kExponentGap = 120u << 23;  // between its exponent and f32's
+  static constexpr float kLeastNormal = 0x1p-6f;
+  static constexpr float kMost = 448.0f;
+};
+struct E5m2 {
+  static constexpr int kFractionBits = 2;
+  static constexpr uint32_t kExponentGap = 112u << 23;
+  static constexpr float kLeastNormal = 0x1p-14f;
+};
 
-static inline float f32_from_e4m3(uint8_t bits) {
+// A finite number: the codes of infinity and NaN are neither made nor known here.
+template <class Fp8>
+static inline float f32_from_fp8(uint8_t bits) {
+  constexpr uint32_t kFractions = 1u << Fp8::kFractionBits;
   const uint32_t magnitude = bits & 0x7fu;
-  const float normal = f32_from_bits((magnitude << 20) + 0x3c000000u);
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  const float normal = f32_from_bits((magnitude << (23 - Fp8::kFractionBits)) + Fp8::kExponentGap);
+  const float small = static_cast<float>(magnitude) * (Fp8::kLeastNormal / static_cast<float>(kFractions));
+  const float value = magnitude < kFractions ? small : normal;
   return bits & 0x80u ? -value : value;
 }
 
@@ -72,8 +87,5 @@ static inline uint8_t e4m3_from_f32(float value) {
   const uint32_t small = bits_from_f32(raised) - 0x46800000u;  // below the smallest normal number
   return static_cast<uint8_t>(sign | (magnitude < 0x3c800000u ? small : normal));
 }
-
-// Five bits of exponent and two of fraction: the upper half of an f16.
-static inline float f32_from_e5m2(uint8_t bits) { return f32_from_f16(static_cast<uint16_t>(bits << 8)); }
 
 }  // namespace headrace

@@ -159,7 +159,7 @@ void pack_fp8_row(const Layout& layout, const float* row, int64_t channel, uint8
     const float* values = row + g * layout.group;
     float peak = 0.0f;
     for (int64_t k = 0; k < layout.group; ++k) peak = std::max(peak, std::fabs(values[k]));
-    const float scale = peak / kMostE4m3;
+    const float scale = peak / E4m3::kMost;
     reinterpret_cast<float*>(record)[at.lane] = scale;
     for (int64_t k = 0; k < layout.group && scale > 0.0f; ++k) {
       put_code(layout, record + layout.header_bytes, at.lane, k, e4m3_from_f32(values[k] / scale));

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
+
 namespace headrace {
 namespace {
 
@@ -116,44 +118,26 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
             _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 8), 24))};
   out[3] = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 24)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 24))};
 }
-// Byte kByte of each lane, an e4m3 number: exponent and fraction move to f32's, whose exponent is 120 higher. What has
-// no exponent has become (1 + fraction) * 2^-7 for fraction * 2^-6.
-template <int kByte>
-inline __m256 float_of_e4m3(__m256i quads) {
-  constexpr int kShift = 20 - 8 * kByte;
+// Byte kByte of each lane, an fp8 number: exponent and fraction move to f32's. What has no exponent has become
+// 1 + fraction, times half of the smallest normal number, for fraction times all of it.
+template <class Fp8, int kByte>
+inline __m256 float_of_fp8(__m256i quads) {
+  constexpr int kShift = 23 - Fp8::kFractionBits - 8 * kByte;
   const __m256i moved = kShift >= 0 ? _mm256_slli_epi32(quads, kShift) : _mm256_srli_epi32(quads, -kShift);
-  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi32(0x07f00000));
-  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x3c000000)));
-  const __m256 small = _mm256_fmadd_ps(_mm256_set1_ps(2.0f), normal, _mm256_set1_ps(-0x1p-6f));
+  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi32(0x7f << (23 - Fp8::kFractionBits)));
+  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(magnitude, _mm256_set1_epi32(Fp8::kExponentGap)));
+  const __m256 small = _mm256_fmadd_ps(_mm256_set1_ps(2.0f), normal, _mm256_set1_ps(-Fp8::kLeastNormal));
   const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(quads, 24 - 8 * kByte), _mm256_set1_epi32(INT32_MIN));
   return _mm256_or_ps(_mm256_min_ps(normal, small), _mm256_castsi256_ps(sign));
 }
-inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+template <class Fp8>
+inline void load_fp8_quads(const uint8_t* p, F16 out[4]) {
   const __m256i a = load_bytes(p);
   const __m256i b = load_bytes(p + 32);
-  out[0] = {float_of_e4m3<0>(a), float_of_e4m3<0>(b)};
-  out[1] = {float_of_e4m3<1>(a), float_of_e4m3<1>(b)};
-  out[2] = {float_of_e4m3<2>(a), float_of_e4m3<2>(b)};
-  out[3] = {float_of_e4m3<3>(a), float_of_e4m3<3>(b)};
-}
-// The same for e5m2, whose exponent f32's is 112 higher than.
-template <int kByte>
-inline __m256 float_of_e5m2(__m256i quads) {
-  constexpr int kShift = 21 - 8 * kByte;
-  const __m256i moved = kShift >= 0 ? _mm256_slli_epi32(quads, kShift) : _mm256_srli_epi32(quads, -kShift);
-  const __m256i magnitude = _mm256_and_si256(moved, _mm256_set1_epi32(0x0fe00000));
-  const __m256 normal = _mm256_castsi256_ps(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x38000000)));
-  const __m256 small = _mm256_fmadd_ps(_mm256_set1_ps(2.0f), normal, _mm256_set1_ps(-0x1p-14f));
-  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(quads, 24 - 8 * kByte), _mm256_set1_epi32(INT32_MIN));
-  return _mm256_or_ps(_mm256_min_ps(normal, small), _mm256_castsi256_ps(sign));
-}
-inline void load_e5m2_quads(const uint8_t* p, F16 out[4]) {
-  const __m256i a = load_bytes(p);
-  const __m256i b = load_bytes(p + 32);
-  out[0] = {float_of_e5m2<0>(a), float_of_e5m2<0>(b)};
-  out[1] = {float_of_e5m2<1>(a), float_of_e5m2<1>(b)};
-  out[2] = {float_of_e5m2<2>(a), float_of_e5m2<2>(b)};
-  out[3] = {float_of_e5m2<3>(a), float_of_e5m2<3>(b)};
+  out[0] = {float_of_fp8<Fp8, 0>(a), float_of_fp8<Fp8, 0>(b)};
+  out[1] = {float_of_fp8<Fp8, 1>(a), float_of_fp8<Fp8, 1>(b)};
+  out[2] = {float_of_fp8<Fp8, 2>(a), float_of_fp8<Fp8, 2>(b)};
+  out[3] = {float_of_fp8<Fp8, 3>(a), float_of_fp8<Fp8, 3>(b)};
 }
 inline __m256i pairs_of(__m256 even, __m256 odd) {
   return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));

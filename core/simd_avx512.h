@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
+
 namespace headrace {
 namespace {
 
@@ -96,42 +98,25 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
   out[2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(quads, 8), 24));
   out[3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(quads, 24));
 }
-// Byte kByte of each lane, an e4m3 number: exponent and fraction move to f32's, whose exponent is 120 higher. What has
-// no exponent has become (1 + fraction) * 2^-7 for fraction * 2^-6.
-template <int kByte>
-inline F16 float_of_e4m3(__m512i quads) {
-  constexpr int kShift = 20 - 8 * kByte;
+// Byte kByte of each lane, an fp8 number: exponent and fraction move to f32's. What has no exponent has become
+// 1 + fraction, times half of the smallest normal number, for fraction times all of it.
+template <class Fp8, int kByte>
+inline F16 float_of_fp8(__m512i quads) {
+  constexpr int kShift = 23 - Fp8::kFractionBits - 8 * kByte;
   const __m512i moved = kShift >= 0 ? _mm512_slli_epi32(quads, kShift) : _mm512_srli_epi32(quads, -kShift);
-  const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi32(0x07f00000));
-  const F16 normal = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(0x3c000000)));
-  const F16 value = minimum(normal, fma(splat(2.0f), normal, splat(-0x1p-6f)));
+  const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi32(0x7f << (23 - Fp8::kFractionBits)));
+  const F16 normal = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(Fp8::kExponentGap)));
+  const F16 value = minimum(normal, fma(splat(2.0f), normal, splat(-Fp8::kLeastNormal)));
   const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(quads, 24 - 8 * kByte), _mm512_set1_epi32(INT32_MIN));
   return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
 }
-inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+template <class Fp8>
+inline void load_fp8_quads(const uint8_t* p, F16 out[4]) {
   const __m512i quads = _mm512_loadu_si512(p);
-  out[0] = float_of_e4m3<0>(quads);
-  out[1] = float_of_e4m3<1>(quads);
-  out[2] = float_of_e4m3<2>(quads);
-  out[3] = float_of_e4m3<3>(quads);
-}
-// The same for e5m2, whose exponent f32's is 112 higher than.
-template <int kByte>
-inline F16 float_of_e5m2(__m512i quads) {
-  constexpr int kShift = 21 - 8 * kByte;
-  const __m512i moved = kShift >= 0 ? _mm512_slli_epi32(quads, kShift) : _mm512_srli_epi32(quads, -kShift);
-  const __m512i magnitude = _mm512_and_si512(moved, _mm512_set1_epi32(0x0fe00000));
-  const F16 normal = _mm512_castsi512_ps(_mm512_add_epi32(magnitude, _mm512_set1_epi32(0x38000000)));
-  const F16 value = minimum(normal, fma(splat(2.0f), normal, splat(-0x1p-14f)));
-  const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(quads, 24 - 8 * kByte), _mm512_set1_epi32(INT32_MIN));
-  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
-}
-inline void load_e5m2_quads(const uint8_t* p, F16 out[4]) {
-  const __m512i quads = _mm512_loadu_si512(p);
-  out[0] = float_of_e5m2<0>(quads);
-  out[1] = float_of_e5m2<1>(quads);
-  out[2] = float_of_e5m2<2>(quads);
-  out[3] = float_of_e5m2<3>(quads);
+  out[0] = float_of_fp8<Fp8, 0>(quads);
+  out[1] = float_of_fp8<Fp8, 1>(quads);
+  out[2] = float_of_fp8<Fp8, 2>(quads);
+  out[3] = float_of_fp8<Fp8, 3>(quads);
 }
 // Values that bf16 holds exactly, as load_bf16_pairs() reads them.
 inline void store_bf16_pairs(uint16_t* p, F16 even, F16 odd) {

@@ -123,16 +123,11 @@ inline void load_u8_quads(const uint8_t* p, F16 out[4]) {
     for (int i = 0; i < 16; ++i) out[j].v[i] = static_cast<float>(static_cast<int32_t>(p[4 * i + j]) - 128);
   }
 }
-// The same of e4m3 numbers.
-inline void load_e4m3_quads(const uint8_t* p, F16 out[4]) {
+// The same of fp8 numbers.
+template <class Fp8>
+inline void load_fp8_quads(const uint8_t* p, F16 out[4]) {
   for (int j = 0; j < 4; ++j) {
-    for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_e4m3(p[4 * i + j]);
-  }
-}
-// The same of e5m2 numbers.
-inline void load_e5m2_quads(const uint8_t* p, F16 out[4]) {
-  for (int j = 0; j < 4; ++j) {
-    for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_e5m2(p[4 * i + j]);
+    for (int i = 0; i < 16; ++i) out[j].v[i] = f32_from_fp8<Fp8>(p[4 * i + j]);
   }
 }
 // Values that bf16 holds exactly, as load_bf16_pairs() reads them.
