@@ -311,6 +311,24 @@ async def test_an_answer_in_another_shape_is_not_one_of_the_cache() -> None:
 
 
 @asynchronous
+async def test_no_cached_result_shows_a_passage_whose_document_is_gone() -> None:
+    config = rag(search=SearchStage(cache_s=60.0), generate=GenerateStage(order=("cache", "large")))
+    world = World(config)
+    for searches in (1, 1):
+        await world.run()
+        assert (len(world.collection.searches), len(world.models.requests)) == (searches, 1)
+    world.pipelines.passages_removed({HITS[0].id})
+    await world.run()
+    assert (len(world.collection.searches), len(world.models.requests)) == (2, 2)
+    other = World(config)
+    await other.run()
+    other.pipelines.collection_removed("", "docs")
+    await asyncio.gather(*other.background)
+    await other.run()
+    assert (len(other.collection.searches), len(other.models.requests)) == (2, 2)
+
+
+@asynchronous
 async def test_a_request_may_refuse_cached_answers() -> None:
     world = World(rag(generate=GenerateStage(order=("cache", "large"))))
     await world.run()

@@ -8,9 +8,10 @@ from typing import Any, Final
 import msgspec
 
 from headrace.gateway.caches.exact.cache_key import answer_shape
-from headrace.gateway.caches.results.result_cache import ResultCache, ResultLookup
+from headrace.gateway.caches.results.result_cache import ResultLookup
 from headrace.gateway.folded_words import folded
 from headrace.pipelines.run_state import STALE_S, RunState
+from headrace.pipelines.stage_services import StageServices
 
 _SPACE: Final = re.compile(r"\s+")
 
@@ -26,8 +27,8 @@ class RunAnswerCache:
     """The view of one run. Answers depend on the tenant, the whole conversation, the filters, the pipeline's
     configuration, and on everything that shapes an answer: images, format, sampling."""
 
-    def __init__(self, results: ResultCache, state: RunState) -> None:
-        self._results = results
+    def __init__(self, services: StageServices, state: RunState) -> None:
+        self._results, self._removed = services.results, services.removed
         self._state = state
         request = state.exchange.text_request
         self._shape: bytes | None = None
@@ -49,7 +50,10 @@ class RunAnswerCache:
             fresh_s=state.config.generate.cache_s,
         )
         data = self._lookup.old if stale and self._lookup.data is None else self._lookup.data
-        return None if data is None else msgspec.json.decode(data, type=StoredPipelineAnswer)
+        answer = None if data is None else msgspec.json.decode(data, type=StoredPipelineAnswer)
+        if answer is not None and self._removed.any_of(each["id"] for each in answer.sources):
+            return None  # a document that it was made of has changed or is gone
+        return answer
 
     async def store(self) -> None:
         """Keep the run's answer if it is complete and nothing was passed over."""

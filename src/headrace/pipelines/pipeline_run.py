@@ -62,7 +62,7 @@ class PipelineRun:
         self.exchange: Exchange = state.exchange
         self.state = state
         self._services = services
-        self._answers = RunAnswerCache(services.results, state)
+        self._answers = RunAnswerCache(services, state)
         self._prefetcher = prefetcher
         self._on_ended = ended
         self._needs = fitted(stage_needs(state.config), state.deadline - state.began)
@@ -264,9 +264,8 @@ class PipelineRun:
             report("done", details={**stage.apply(state, found), "cache": "prefetch"})
             return
         lookup = await self._look(name, stage, config)
-        if lookup.data is not None:
-            details = stage.apply(state, msgspec.json.decode(lookup.data))
-            report("done", details={**details, "cache": "hit"})
+        if lookup.data is not None and not self._is_gone(name, known := msgspec.json.decode(lookup.data)):
+            report("done", details={**stage.apply(state, known), "cache": "hit"})
             return
         why, error = "late", None
         try:
@@ -293,12 +292,18 @@ class PipelineRun:
             report("stopped", why)
             raise error or late_error(state, name)
         if config.late == "cached" and lookup.old is not None:
-            report("cached", why, stage.apply(state, msgspec.json.decode(lookup.old)))
-            return
+            old = msgspec.json.decode(lookup.old)
+            if not self._is_gone(name, old):
+                report("cached", why, stage.apply(state, old))
+                return
         if config.late == "fewer" and (partial := stage.use_partial(state)) is not None:
             report("fewer", why, partial)
             return
         report("skipped", why)
+
+    def _is_gone(self, name: StageName, result: Any) -> bool:
+        """True if an earlier result of a search has a passage whose document has changed or is gone."""
+        return name == "search" and self._services.removed.any_of(hit["id"] for hit in result["hits"])
 
     async def _look(self, name: StageName, stage: PipelineStage, config: Any) -> ResultLookup:
         """Look for an earlier result of a stage, if it keeps any."""

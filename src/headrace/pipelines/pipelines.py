@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -63,6 +63,15 @@ class Pipelines:
 
     async def start(self) -> None:
         """Prepare what runs need."""
+
+    def passages_removed(self, ids: Collection[str]) -> None:
+        """Show passages no more: their documents have changed or are gone."""
+        self.services.warm.passages_removed(ids)
+        self.services.removed.add(ids)
+
+    def collection_removed(self, tenant: str, name: str) -> None:
+        self.services.warm.collection_removed(tenant, name)
+        self.services.run_background(self.services.results.invalidate(tenant=tenant))
 
     async def close(self) -> None:
         """Close what the tools have opened."""

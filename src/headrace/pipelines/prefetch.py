@@ -61,7 +61,8 @@ class Prefetcher:
             return None
         if lookup.key is not None and self._unused.pop(lookup.key.digest, False):
             self._count(state, "used")
-        return msgspec.json.decode(lookup.data)
+        found = msgspec.json.decode(lookup.data)
+        return None if self._services.removed.any_of(hit["id"] for hit in found["hits"]) else found
 
     async def _look(self, state: RunState, question: str) -> ResultLookup:
         config = state.config.search

@@ -65,7 +65,7 @@ class DurableState:
 
             assert isinstance(pipelines, Pipelines)
             pipelines.services.retriever = self.collections
-            self.collections.watcher = pipelines.services.warm
+            self.collections.watcher = pipelines
 
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
