@@ -29,7 +29,7 @@ def computed(stream: OutputStream) -> None:
 
 def is_read(stream: OutputStream) -> bool:
     """True if all of a stream's outputs are taken, and more are waited for."""
-    return stream._listener is not None and not stream._ready  # pyright: ignore[reportPrivateUsage]
+    return stream._listener is not None and not stream.ready  # pyright: ignore[reportPrivateUsage]
 
 
 @asynchronous
