@@ -91,10 +91,10 @@ def measure(given: argparse.Namespace, folder: Path, *, spare: bool) -> dict[str
 
         try:
             wait_until_ready(port, server)
-            first_token(port)
             wait_for(is_spare_ready)
-            (engine,) = engines(server.pid)
-            os.kill(engine, signal.SIGKILL)
+            first_token(port)  # which starts an engine, if it stopped meanwhile
+            for engine in engines(server.pid):
+                os.kill(engine, signal.SIGKILL)
             found["killed"] = next_token()
             wait_for(lambda: not engines(server.pid))
             wait_for(is_spare_ready)

@@ -31,7 +31,7 @@ class ClientTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     ping: float = 0.5  # between pings
     longest_step: float = 60.0  # a longer step counts as stuck
     reconnect: float = 0.02  # first pause; it grows to `reconnect_most`, or for other hosts to `reconnect_most_remote`
-    reconnect_most: float = 0.5
+    reconnect_most: float = 0.1
     reconnect_most_remote: float = 2.0
 
 
