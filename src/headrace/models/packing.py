@@ -308,7 +308,8 @@ def _stored_part(
         return codes, scales, bases
     group = codes.shape[1] // scales.shape[1]
     groups = inputs[::group] // group
-    return codes[:, inputs], scales[:, groups], bases[:, groups]
+    # numpy lays out what it takes by columns column by column; the core takes rows.
+    return np.ascontiguousarray(codes[:, inputs]), scales[:, groups], bases[:, groups]
 
 
 def _stored_codes(

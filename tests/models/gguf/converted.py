@@ -7,9 +7,8 @@ definition in converted_keys and converted_weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,8 +19,9 @@ from tests.models.gguf.converted_weights import WEIGHTS, plain
 from tests.models.gguf.gguf_models import write_vocabulary
 
 
-def write_converted(folder: Path, path: Path, name: str, change: Callable[[Any], None] | None = None) -> None:
-    """Write a folder as a file of an architecture. `change` may change what the writer holds before it is written."""
+def write_converted(folder: Path, path: Path, name: str, types: Mapping[str, str] | None = None) -> None:
+    """Write a folder as a file of an architecture. `types` has the type of tensors by the end of their names; others
+    are F32."""
     kind = next(each for each, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(str(path), name)
     model = Model(folder, writer, kind)
@@ -35,9 +35,9 @@ def write_converted(folder: Path, path: Path, name: str, change: Callable[[Any],
         if source == "lm_head.weight" and tied:
             continue
         for target, values in convert(model, source, tensor):
-            writer.add_tensor(target, np.ascontiguousarray(values.float().numpy()))
-    if change is not None:
-        change(writer)
+            chosen = next((each for end, each in (types or {}).items() if target.endswith(end)), "F32")
+            kind = gguf.GGMLQuantizationType[chosen]
+            writer.add_tensor(target, gguf.quantize(np.ascontiguousarray(values.float().numpy()), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

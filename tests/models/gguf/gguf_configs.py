@@ -129,11 +129,12 @@ MADE: dict[str, Made] = {
 }
 
 
-def build_folder(name: str, folder: Path) -> None:
+def build_folder(name: str, folder: Path, **changes: Any) -> None:
+    """Write the folder of a model; `changes` are of its configuration, beside those that it has here."""
     made = MADE[name]
     tiny = TINY[made.tiny]
     config = (made.config or tiny.config)()
-    for key, value in made.changes.items():
+    for key, value in {**made.changes, **changes}.items():
         setattr(config, key, {**getattr(config, key), **value} if isinstance(value, dict) else value)
     torch.manual_seed(4000 + sorted(MADE).index(name))
     model = getattr(transformers, tiny.architecture)(config).to(torch.float32).eval()

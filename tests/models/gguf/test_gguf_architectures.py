@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
+import headrace._core as _core
 from headrace.models.gguf.gguf_architectures import ARCHITECTURES
+from headrace.models.model_folder import open_model
+from headrace.models.packing import load_tensors
+from headrace.models.precision import Precision
+from headrace.models.weight_choice import choose_plan
 from tests.models.gguf.converted import write_converted
 from tests.models.gguf.gguf_configs import MADE, build_folder
 from tests.models.gguf.test_gguf_models import headrace_logits
@@ -39,6 +45,38 @@ def test_logits_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     expected, found = (headrace_logits(path, TOKENS) for path in (tmp_path, tmp_path / "model.gguf"))
 
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_each_expert_keeps_the_codes_of_its_part(tmp_path: Path) -> None:
+    build_folder("qwen3moe", tmp_path, moe_intermediate_size=64)
+    file = tmp_path / "model.gguf"
+    write_converted(tmp_path, file, "qwen3moe", {"_exps.weight": "Q8_0", "ffn_down_exps.weight": "Q4_0"})
+    model = open_model(file)
+    whole = {each.name: gguf.dequantize(each.data, each.tensor_type) for each in gguf.GGUFReader(file).tensors}
+
+    plan = choose_plan(model)
+    assert plan.stored["layers.1.mlp.experts.5.gate_up"] == Precision("int8", 32, stored=True)
+    assert model.weights.block_type("blk.1.ffn_up_exps.5.weight") == "Q8_0"  # pyright: ignore
+    for kind in ("gate", "up", "down"):
+        codes = model.weights.codes(f"blk.1.ffn_{kind}_exps.5.weight")
+        assert codes is not None
+        assert np.array_equal(codes.dense(), whole[f"blk.1.ffn_{kind}_exps.weight"][5])
+    packed = load_tensors(model, plan, _core.Pool(1), cache=None).tensors["layers.1.mlp.experts.5.down"]
+    assert isinstance(packed, _core.Packed)
+    assert np.allclose(packed.unpack(), whole["blk.1.ffn_down_exps.weight"][5], atol=1e-6)
+
+
+def test_codes_of_heads_in_turns_are_put_in_our_order(tmp_path: Path) -> None:
+    build_folder("qwen35", tmp_path, linear_value_head_dim=32)
+    write_converted(tmp_path, tmp_path / "model.gguf", "qwen35", {"ssm_out.weight": "Q8_0", "attn_gate.weight": "Q8_0"})
+    model, folder = open_model(tmp_path / "model.gguf"), open_model(tmp_path)
+    plan = choose_plan(model)
+    name = "layers.0.recurrent.out"
+    assert plan.stored[name].stored
+    packed = load_tensors(model, plan, _core.Pool(1), cache=None).tensors[name]
+    assert isinstance(packed, _core.Packed)
+    exact = folder.tensor(name).to_f32()
+    assert 0 < np.abs(packed.unpack() - exact).max() < 0.01 * np.abs(exact).max()
 
 
 def test_every_architecture_is_compared() -> None:

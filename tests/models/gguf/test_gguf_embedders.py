@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -177,6 +178,8 @@ def tokenizer_file(path: Path, kind: str, tokens: list[str], types: list[int], *
     writer.add_tokenizer_model(kind)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
+    if (scores := keys.pop("scores", None)) is not None:
+        writer.add_token_scores(scores)
     for name, value in keys.items():
         writer.add_uint32(f"tokenizer.ggml.{name}", value)
     writer.add_tensor("unused", np.zeros(8, np.float32))
@@ -209,3 +212,59 @@ def test_words_of_bert_have_the_tokens_of_the_folder(tmp_path: Path) -> None:
         unknown_token_id=ids["unk"], padding_token_id=ids["pad"],
     )  # fmt: skip
     same_tokens(open_tokenizer(path, 1 << 20), Tokenizer.load(folder, len(words)))
+
+
+def test_pieces_with_scores_have_the_tokens_of_the_reference(tmp_path: Path) -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁the", "▁quick", "▁qu", "ick", "▁fox", "▁two", "▁spaces", "s"]
+    pieces += sorted(set("abcdefghijklmnopqrtuvwxyz.,-1ABCDEFTN—'!ïéÜÖ中文"))
+    scores = [0.0, 0.0, 0.0, 0.0, *(-1.0 - index / 7 for index in range(len(pieces) - 4))]
+    kind = gguf.TokenType
+    types = [kind.CONTROL, kind.CONTROL, kind.CONTROL, kind.UNKNOWN, *[kind.NORMAL] * (len(pieces) - 4)]
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "unknown_token_id": 3, "padding_token_id": 1}
+    path = tokenizer_file(tmp_path / "pieces.gguf", "t5", pieces, types, scores=scores, **ids)
+    reference = tokenizers.Tokenizer(tokenizers.models.Unigram(list(zip(pieces, scores, strict=True)), unk_id=3))
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.WhitespaceSplit(), tokenizers.pre_tokenizers.Metaspace()]
+    )
+    found = open_tokenizer(path, 1 << 20)
+    for text in TEXTS:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert found.encode(text) == [0, *expected, 2]
+    assert (found.pair_frame.before, found.pair_frame.between, found.pair_frame.after) == ([0], [2, 2], [2])
+
+
+def test_a_reranker_of_pairs_has_its_head(tiny: Tiny, tmp_path: Path) -> None:
+    values = np.random.default_rng(4).normal(size=(66, 64)).astype(np.float32)
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("cls.weight", values[:64])
+        writer.add_tensor("cls.bias", values[64])
+        writer.add_tensor("cls.output.weight", values[65:])
+        writer.add_tensor("cls.output.bias", np.array([0.25], np.float32))
+
+    folder = tiny("bge-m3").folder
+    arch = gguf.MODEL_ARCH.BERT
+    model = open_model(write_embedder(folder, tmp_path / "m.gguf", arch, POOLING.RANK, offset=2, change=change))
+    spec = model.spec
+    assert spec.ranking is not None
+    assert (spec.kind, spec.pooling, spec.ranking.template, spec.ranking.typed) == ("reranker", "cls", "pair", False)
+    assert [layer.activation for layer in spec.pooled_layers] == ["tanh", "identity"]
+    assert np.array_equal(model.tensor("pooled.0").to_f32(), values[:64])
+    assert np.array_equal(model.tensor("pooled.1").to_f32(), values[65:])
+    assert model.tensor("pooled.1.bias").to_f32().tolist() == [0.25]
+
+
+def test_embedding_gemma_is_read_with_its_layers_after_pooling(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tiny("embedding-gemma").folder
+    file = write_embedder(folder, tmp_path / "m.gguf", gguf.MODEL_ARCH.GEMMA_EMBEDDING, POOLING.MEAN)
+    expected, found = open_model(folder), open_model(file)
+    for field in ("layers", "ropes", "causal", "attention_scale", "embedding_scale", "pooling", "activation"):
+        assert getattr(found.spec, field) == getattr(expected.spec, field), field
+    assert [(each.inputs, each.outputs, each.bias) for each in found.spec.pooled_layers] == [
+        (64, 200, False),
+        (200, 40, False),
+    ]
+    for name in found.shapes:
+        if not name.startswith("pooled"):
+            offset = np.float32(name.endswith("norm"))  # converters add one
+            assert np.array_equal(found.tensor(name).to_f32(), expected.tensor(name).to_f32() + offset), name
