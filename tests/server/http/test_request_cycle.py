@@ -87,6 +87,18 @@ async def test_the_first_part_of_a_turn_is_written_at_once_and_the_others_togeth
 
 
 @asynchronous
+async def test_a_part_of_the_next_turn_does_not_overtake_those_that_wait() -> None:
+    connection, cycle = opened()
+    await cycle.send(start())
+    cycle.push(b"a")
+    cycle.push(b"b")
+    connection.now = 1.0  # a callback of this turn that comes before the one that writes what waits
+    cycle.push(b"c")
+    await asyncio.sleep(0)
+    assert b"".join(connection.written) == CHUNKED + b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n"
+
+
+@asynchronous
 async def test_the_end_comes_after_the_parts_that_wait() -> None:
     connection, cycle = opened()
     await cycle.send(start())

@@ -179,7 +179,7 @@ class RequestCycle:
         connection = self._connection
         if self._chunked and not (self.lost or self.complete or self._head):  # the common case; otherwise see `_write`
             data, now = b"%x\r\n%b\r\n" % (len(body), body), connection.time()
-            if now != self._pushed_at:
+            if now != self._pushed_at and not self._gathered:
                 self._pushed_at = now
                 connection.write(data)
             else:  # most of an answer at once: from a cache, or because the event loop was late
