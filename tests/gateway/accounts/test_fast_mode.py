@@ -69,7 +69,7 @@ def test_which_variant_answers(model: str, variant: str | None) -> None:
 def test_a_variant_for_all_and_none_at_all() -> None:
     for config, variant in (
         (FastConfig(variant="draft"), "draft"),
-        (FastConfig(), None),
+        (FastConfig(max_tokens=8), None),
         (FastConfig(variant="x"), None),
     ):
         switches = made(config=config)
@@ -77,6 +77,12 @@ def test_a_variant_for_all_and_none_at_all() -> None:
         found = switches.fast("red", "mini")
         assert found is not None
         assert found.variant == variant
+
+
+def test_a_switch_from_before_the_section_was_emptied_has_no_effect() -> None:
+    switches = made(config=FastConfig())
+    switches.take(changes([record()]))
+    assert switches.fast("red", "mini") is None
 
 
 def test_a_tenants_own_switch_goes_before_that_of_all() -> None:
