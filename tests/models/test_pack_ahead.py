@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tokenizers
 from msgspec.structs import replace
 
 import headrace._core as _core
@@ -13,9 +14,19 @@ from headrace.models.model_folder import find_model, open_model
 from headrace.models.own_module import own_module
 from headrace.models.pack_ahead import PackedWeights, pack_ahead
 from headrace.models.packing import load_tensors
+from headrace.models.synthetic.random_model import write_random_model
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
+from tests.models.text.test_text_splits import KINDS as SPLITS
 from tests.support.prediction_modules import build_checkpoint
+
+
+def with_qwen_words(path: Path) -> tokenizers.Tokenizer:
+    """Give a tokenizer the words of a kind that has an index."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.pre_tokenizer = SPLITS["qwen"]
+    tokenizer.save(str(path))
+    return tokenizer
 
 
 def packed(cache: Path, *variants: Variant, check: bool = False) -> list[PackedWeights]:
@@ -82,3 +93,19 @@ def test_a_cache_that_may_not_hold_them_is_an_error_before_anything_is_packed(
     assert not (tmp_path / "packed").exists()
     with pytest.raises(RequestError, match="cache = false"):
         packed(tmp_path, Variant(model="draft", cache=False))
+
+
+def test_the_tokenizers_index_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random_model("tiny", tmp_path / "model", seed=1)
+    tokenizer = with_qwen_words(tmp_path / "model" / "tokenizer.json")
+    monkeypatch.setattr("headrace.models.text.index_cache._LEAST_BYTES", 0)
+    variant = Variant(model=str(tmp_path / "model"), weights="int4")
+    packed(tmp_path / "cache", variant, check=True)
+    assert not (tmp_path / "cache" / "tokenizers").exists()
+    packed(tmp_path / "cache", variant)
+    (index,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    monkeypatch.setattr("headrace.models.text.tokenizer.read_encoder", None)  # a start needs none
+    folder = open_model(tmp_path / "model")
+    folder.tokenizer_cache = tmp_path / "cache"
+    assert folder.tokenizer.encode("The water ran") == tokenizer.encode("The water ran").ids
+    assert [index] == list((tmp_path / "cache" / "tokenizers").iterdir())
