@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,9 +20,11 @@ from tests.models.gguf.converted_weights import WEIGHTS, plain
 from tests.models.gguf.gguf_models import write_vocabulary
 
 
-def write_converted(folder: Path, path: Path, name: str, types: Mapping[str, str] | None = None) -> None:
+def write_converted(
+    folder: Path, path: Path, name: str, types: Mapping[str, str] | None = None, change: Any = None
+) -> None:
     """Write a folder as a file of an architecture. `types` has the type of tensors by the end of their names; others
-    are F32."""
+    are F32. `change` may change what the writer holds before it is written."""
     kind = next(each for each, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     writer = gguf.GGUFWriter(str(path), name)
     model = Model(folder, writer, kind)
@@ -38,6 +41,8 @@ def write_converted(folder: Path, path: Path, name: str, types: Mapping[str, str
             chosen = next((each for end, each in (types or {}).items() if target.endswith(end)), "F32")
             kind = gguf.GGMLQuantizationType[chosen]
             writer.add_tensor(target, gguf.quantize(np.ascontiguousarray(values.float().numpy()), kind), raw_dtype=kind)
+    if change is not None:
+        change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

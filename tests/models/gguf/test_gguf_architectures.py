@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import headrace._core as _core
+from headrace.errors import ModelError
 from headrace.models.gguf.gguf_architectures import ARCHITECTURES
 from headrace.models.model_folder import open_model
 from headrace.models.packing import load_tensors
 from headrace.models.precision import Precision
-from headrace.models.weight_choice import choose_plan
+from headrace.models.weight_choice import choose_plan, describe_choice
 from tests.models.gguf.converted import write_converted
 from tests.models.gguf.gguf_configs import MADE, build_folder
 from tests.models.gguf.test_gguf_models import headrace_logits
@@ -35,6 +36,13 @@ FILES = {
     "falcon-40b": "falcon",
 }
 TOKENS = prompt(40)  # more than a window
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    build_folder("qwen3moe", folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -77,6 +85,56 @@ def test_codes_of_heads_in_turns_are_put_in_our_order(tmp_path: Path) -> None:
     assert isinstance(packed, _core.Packed)
     exact = folder.tensor(name).to_f32()
     assert 0 < np.abs(packed.unpack() - exact).max() < 0.01 * np.abs(exact).max()
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    build_folder("qwen35moe", tmp_path)
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key in ("block_count", "attention.recurrent_layers"):
+            value = writer.kv_data[0].pop(f"qwen35moe.{key}").value
+            if key == "block_count":
+                writer.add_block_count(value + 1)
+            else:
+                writer.add_array(f"qwen35moe.{key}", [*value, False])
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+        writer.add_tensor("blk.4.attn_q.weight", np.ones((64, 64), np.float32))
+
+    write_converted(tmp_path, tmp_path / "model.gguf", "qwen35moe", change=change)
+    model = open_model(tmp_path / "model.gguf")
+    assert len(model.spec.layers) == 4
+    assert "2 tensors of layers that predict further tokens are not used" in describe_choice(model, choose_plan(model))
+    expected, found = (headrace_logits(path, TOKENS) for path in (tmp_path, tmp_path / "model.gguf"))
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "key", "value", "reason"),
+    [
+        ("blk.1.ffn_gate_exps.scale", "", 0, "tensor 'blk.1.ffn_gate_exps.scale': Headrace does not know this tensor"),
+        ("blk.1.ffn_up.weight", "", 0, "tensor 'blk.1.ffn_up.weight': Headrace does not know this tensor"),
+        ("", "expert_gating_func", 2, "'qwen3moe.expert_gating_func': Experts must be weighed by function 1. Found 2"),
+        ("", "expert_weights_scale", 3, "'qwen3moe.expert_weights_scale': Weights of experts must not be scaled"),
+        ("", "expert_shared_count", 1, "'qwen3moe.expert_shared_count': Headrace does not know this key"),
+        ("", "expert_count", 9, "tensor 'blk.0.ffn_gate_inp.weight': Has shape 8x64. Expected 9x64 from the metadata"),
+        ("", "nextn_predict_layers", 3, "'qwen3moe.nextn_predict_layers': Expected less than 3, found 3"),
+    ],
+)
+def test_what_an_architecture_does_not_have_is_refused(
+    tensor: str, key: str, value: int, reason: str, mixture: Path, tmp_path: Path
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        if tensor:
+            writer.add_tensor(tensor, np.ones(64, np.float32))
+        else:
+            writer.kv_data[0].pop(f"qwen3moe.{key}", None)
+            writer.add_uint32(f"qwen3moe.{key}", value)
+
+    write_converted(mixture, tmp_path / "model.gguf", "qwen3moe", change=change)
+    with pytest.raises(ModelError) as caught:
+        open_model(tmp_path / "model.gguf")
+    assert reason in str(caught.value)
 
 
 def test_every_architecture_is_compared() -> None:
