@@ -286,10 +286,11 @@ async def living(
 ) -> AsyncIterator[Runs]:
     """Runs a server in this loop and ends it; then nothing of it may be left. `running_of`: by its task."""
     others = asyncio.all_tasks()
-    task = asyncio.create_task(made.run(signals=False))
+    began = asyncio.Event()  # all of its tasks run, so another server's begin and end tells them from its own
+    task = asyncio.create_task(made.run(signals=False, ready=lambda _url: began.set()))
     running = running_of(task)
     try:
-        await until(lambda: made.context.is_ready or not loaded or task.done())
+        await until(lambda: began.is_set() or not loaded or task.done())
         yield running
         if not task.done():
             await running.settled()

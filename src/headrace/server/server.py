@@ -212,12 +212,10 @@ class Server:
                 await asyncio.gather(*draining)
             finally:
                 self.context.is_draining = True
-                for task in (feeding, loading, self._templates):
-                    if task is not None:
-                        task.cancel()
-                if starting is not None:
-                    starting.cancel()
-                    await asyncio.gather(starting, return_exceptions=True)
+                begun = [task for task in (starting, feeding, loading, self._templates) if task is not None]
+                for task in begun:
+                    task.cancel()
+                await asyncio.gather(*begun, return_exceptions=True)
                 await self.edge.close()
                 if self.grpc is not None:
                     await self.grpc.close()
