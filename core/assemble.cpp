@@ -96,6 +96,23 @@ class Assembly {
     return product;
   }
 
+  // A product of each head, which has so many outputs: whole panels of one tensor.
+  std::vector<Product> products_by_head(const std::string& name, int64_t heads, int64_t outputs) const {
+    const PackedView all = packed(name);
+    const int64_t panels = round_up(outputs, kPanel) / kPanel;
+    if (all.layout.outputs != heads * panels * kPanel) refuse("tensor '" + name + "' has the wrong shape");
+    std::vector<Product> products(static_cast<size_t>(heads));
+    for (int64_t h = 0; h < heads; ++h) {
+      PackedView& view = products[static_cast<size_t>(h)].weights;
+      view = all;
+      view.data = all.data + h * panels * all.layout.panel_bytes;
+      view.layout.outputs = outputs;
+      view.layout.panels = panels;
+      view.layout.bytes = panels * all.layout.panel_bytes;
+    }
+    return products;
+  }
+
   Mlp mlp(const std::string& name, bool gated) const {
     return {product(name + (gated ? ".gate_up" : ".up")), product(name + ".down")};
   }
@@ -211,6 +228,11 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.kv_heads = size_or("kv_heads", w.kv_heads);
   layer.head_size = size_or("head_size", w.head_size);
   layer.value_size = w.value_size == w.head_size ? layer.head_size : w.value_size;
+  if (w.keeps_latent) {
+    layer.kv_heads = 1;
+    layer.head_size = w.turning + w.latent;
+    layer.value_size = w.latent;
+  }
   layer.inner = size_or("inner", w.inner);
   layer.beside = fact<bool>(facts, "beside");
   for (int64_t size : {layer.kv_heads, layer.head_size}) {
@@ -250,7 +272,12 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   }
   if (w.latent > 0) {
     layer.kv_latent_norm = parts.norm(attn + ".kv_latent_norm", w.latent);
-    layer.kv_up = parts.product(attn + ".kv_up");
+    if (w.keeps_latent) {
+      layer.q_to_latent = parts.products_by_head(attn + ".q_to_latent", w.heads, w.latent);
+      layer.v_from_latent = parts.products_by_head(attn + ".v_from_latent", w.heads, w.value_size);
+    } else {
+      layer.kv_up = parts.product(attn + ".kv_up");
+    }
   }
   if (w.query_latent > 0) {
     layer.q_latent_norm = parts.norm(attn + ".q_latent_norm", w.query_latent);
@@ -293,6 +320,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.head_size = parts.value<int64_t>("head_size");
   w.latent = parts.value<int64_t>("latent");
   w.query_latent = parts.value<int64_t>("query_latent");
+  w.keeps_latent = parts.value<bool>("keeps_latent");
   w.turning = parts.value<int64_t>("turning");
   w.value_size = parts.value<int64_t>("value_size");
   w.causal = parts.value<bool>("causal");

@@ -9,49 +9,6 @@
 
 namespace headrace {
 
-// Rows of latents become those of queries, keys and values in qkv_, as a model without latents has them.
-void Model::expand_latents(const Layer& layer, int64_t rows) {
-  constexpr float kEps = 1e-6f;  // of the latents' norms, whatever that of others is
-  const int64_t size = w_.head_size;
-  const int64_t plain = size - w_.turning;  // dims of a key that do not turn
-  const int64_t q_size = w_.heads * size;
-  // A norm reads whole vectors of lanes, so it runs on a copy that is zero beyond its width.
-  auto raise = [&](const NormWeights& norm, const Product& up, int64_t begin, int64_t width, float* out,
-                   int64_t out_stride) {
-    const int64_t stride = pad_row(width);
-    float* in = raised_.data();
-    pool_.run(rows, 1, [&](int64_t first, int64_t last, int) {
-      for (int64_t r = first; r < last; ++r) {
-        float* row = in + r * stride;
-        std::memcpy(row, latents_.data() + r * latents_pad_ + begin, static_cast<size_t>(width) * sizeof(float));
-        std::memset(row + width, 0, static_cast<size_t>(stride - width) * sizeof(float));
-        kernels_.norm({norm.weight.data(), nullptr, kEps, false}, row, width, row);
-      }
-    });
-    fit_rows(rows, in, stride, width, up);
-    multiply(up, in, stride, rows, out, out_stride);
-    times_.end(Stage::kQkv);
-  };
-  const int64_t queries = w_.query_latent > 0 ? w_.query_latent : q_size;
-  if (w_.query_latent > 0) raise(layer.q_latent_norm, layer.q_up, 0, queries, qkv_.data(), qkv_pad_);
-  raise(layer.kv_latent_norm, layer.kv_up, queries + w_.turning, w_.latent, expanded_.data(), expanded_pad_);
-  pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* latents = latents_.data() + r * latents_pad_;
-      const float* expanded = expanded_.data() + r * expanded_pad_;
-      float* q = qkv_.data() + r * qkv_pad_;
-      float* k = q + q_size;
-      float* v = k + q_size;
-      if (w_.query_latent == 0) std::memcpy(q, latents, static_cast<size_t>(q_size) * sizeof(float));
-      for (int64_t h = 0; h < w_.heads; ++h, k += size, v += w_.value_size, expanded += plain + w_.value_size) {
-        std::memcpy(k, latents + queries, static_cast<size_t>(w_.turning) * sizeof(float));
-        std::memcpy(k + w_.turning, expanded, static_cast<size_t>(plain) * sizeof(float));
-        std::memcpy(v, expanded + plain, static_cast<size_t>(w_.value_size) * sizeof(float));
-      }
-    }
-  });
-}
-
 // Norms and rotates queries and keys in place, and stores keys and values into their blocks.
 void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index) {
   const KvLayout& layout = args.kv->layout(index);
@@ -127,9 +84,13 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
 }
 
 void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, int64_t rows) {
+  // Query heads of one KV head are shared out where they are too many for one call, or items too few for all threads.
   const int64_t kv_heads = layer.kv_heads;
-  const int64_t heads_per_kv = w_.heads / kv_heads;
-  const int64_t tile = std::max<int64_t>(1, tile_rows_ / heads_per_kv);
+  const int64_t sharing = w_.heads / kv_heads;
+  const int64_t wanted = (pool_.threads() + rows * kv_heads - 1) / (rows * kv_heads);
+  const int64_t heads = std::min(kMostHeads, (sharing + wanted - 1) / wanted);  // of a call
+  const int64_t parts = (sharing + heads - 1) / heads;
+  const int64_t tile = std::max<int64_t>(1, tile_rows_ / heads);
   for (int64_t r = 0; r < rows; ++r) {
     AttentionRow& asking = asking_[static_cast<size_t>(r)];
     const Row& row = row_[static_cast<size_t>(asking.source)];
@@ -151,11 +112,11 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       asking.end = span[1];
     }
   }
-  // An item is a run of up to `tile` rows and one KV head; a run stops where the sequence does, so some items are
-  // empty.
-  pool_.run(rows * kv_heads, 1, [&](int64_t begin, int64_t end, int thread) {
+  // An item is a run of up to `tile` rows and some heads; a run stops where the sequence does, so some items are empty.
+  const int64_t calls = kv_heads * parts;  // for one run
+  pool_.run(rows * calls, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t first = item / kv_heads;
+      const int64_t first = item / calls;
       auto sequence_of = [&](int64_t r) {
         return row_[static_cast<size_t>(asking_[static_cast<size_t>(r)].source)].sequence;
       };
@@ -172,39 +133,51 @@ void Model::attention(const StepArgs& args, const Layer& layer, int64_t index, i
       AttentionArgs call;
       call.rows = asking_.data() + first;
       call.row_count = count;
-      call.q = qkv_.data();
       call.q_stride = qkv_pad_;
-      call.out = attended_.data();
       call.out_stride = q_pad_;
-      call.kv_head = item % kv_heads;
-      call.heads_per_kv = heads_per_kv;
+      const int64_t part = item % calls % parts;
+      const int64_t kv_head = item % calls / parts;
+      const int64_t first_head = kv_head * sharing + part * heads;
+      // The kernel sees the heads of this call alone.
+      call.q = qkv_.data() + first_head * layer.head_size;
+      call.out = attended_.data() + first_head * layer.value_size;
+      call.kv_head = 0;
+      call.heads_per_kv = std::min(heads, sharing - part * heads);
       call.scale = w_.attention_scale;
       call.softcap = w_.attention_softcap;
-      call.bias = bias_.data();
+      call.bias = bias_.empty() ? nullptr : bias_.data() + first_head * bias_stride_;
       call.bias_stride = bias_stride_;
       call.bias_reach = bias_reach_;
-      call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
+      call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data() + first_head;
       call.layout = &args.kv->layout(index);
-      call.layer_base = args.kv->record(index, 0, 0);
+      call.layer_base = args.kv->record(index, 0, kv_head);
       call.block_table = args.block_tables + sequence * args.table_stride;
       call.scratch = attention_scratch_.data() + thread * attention_stride_;
       kernels_.attend(call);
       if (!call.layout->rotated) continue;
       for (int64_t r = first; r < first + count; ++r) {
-        float* head = attended_.data() + r * q_pad_ + call.kv_head * heads_per_kv * layer.value_size;
-        for (int64_t h = 0; h < heads_per_kv; ++h) {  // back
+        float* head = call.out + r * q_pad_;
+        for (int64_t h = 0; h < call.heads_per_kv; ++h) {  // back
           kernels_.rotate(layer.value_rotation->view(), head + h * layer.value_size);
         }
       }
     }
   });
-  const int64_t attended = w_.heads * layer.value_size;
-  clear_beyond(attended_.data(), q_pad_, rows, attended);
+  float* attended = attended_.data();
+  int64_t stride = q_pad_, width = w_.heads * layer.value_size;
+  if (w_.keeps_latent) {
+    times_.end(Stage::kAttention);
+    raise_values(layer, rows);
+    attended = expanded_.data();
+    stride = expanded_pad_;
+    width = w_.heads * w_.value_size;
+  }
+  clear_beyond(attended, stride, rows, width);
   if (w_.attention_gate) gate_attention(layer, rows);
-  times_.end(Stage::kAttention);
+  times_.end(w_.keeps_latent ? Stage::kOutput : Stage::kAttention);
   const LowRank* low = low_rank(args, layer, Site::kOutput, rows);
-  fit_rows(rows, attended_.data(), q_pad_, attended, layer.o, low);
-  multiply(layer.o, attended_.data(), q_pad_, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
+  fit_rows(rows, attended, stride, width, layer.o, low);
+  multiply(layer.o, attended, stride, rows, joined_.data(), hidden_pad_, nullptr, nullptr, low);
   times_.end(Stage::kOutput);
 }
 

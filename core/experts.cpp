@@ -165,36 +165,23 @@ void Model::mix_experts(const Layer& layer, int64_t rows) {
   });
 
   times_.end(Stage::kRoute);
-  // One region for all experts: an item is an expert and a panel of it.
+  QuantisedRows codes = quantised();
   auto multiply_experts = [&](auto product_of, const float* in, int64_t in_stride, float* out, int64_t out_stride,
                               const Opening* opening) {
-    const Product& first = product_of(layer.experts.front());
-    const int64_t panels = result_panels(first, opening);
-    const int64_t grain = panel_grain(first, opening, panels, count * panels, pool_.threads());
-    QuantisedRows codes = quantised();
-    pool_.run(count * panels, grain, [&](int64_t begin, int64_t end, int thread) {
-      for (int64_t item = begin; item < end;) {
-        const size_t e = static_cast<size_t>(item / panels);
-        const int64_t last = std::min(end, (item / panels + 1) * panels);
-        const Product& product = product_of(layer.experts[e]);
-        ProductArgs args;
-        args.weights = &product.weights;
-        args.rows = in;
-        args.rows_stride = in_stride;
-        args.quantised = &codes;
-        args.first_row = expert_begin_[e];
-        args.row_count = expert_begin_[e + 1] - expert_begin_[e];
-        args.bias = product.bias.data();
-        args.out = out + args.first_row * out_stride;
-        args.out_stride = out_stride;
-        args.opening = opening;
-        args.others = (pool_.threads() - 1) * grain;
-        const int64_t first_panel = item % panels;
-        if (args.row_count > 0) {
-          kernels_.product(args, first_panel, first_panel + (last - item), product_scratch_of(thread));
-        }
-        item = last;
-      }
+    multiply_several(count, product_of(layer.experts.front()), opening, [&](int64_t expert) {
+      const size_t e = static_cast<size_t>(expert);
+      const Product& product = product_of(layer.experts[e]);
+      ProductArgs args;
+      args.weights = &product.weights;
+      args.rows = in;
+      args.rows_stride = in_stride;
+      args.quantised = &codes;
+      args.first_row = expert_begin_[e];
+      args.row_count = expert_begin_[e + 1] - expert_begin_[e];
+      args.bias = product.bias.data();
+      args.out = out + args.first_row * out_stride;
+      args.out_stride = out_stride;
+      return args;
     });
   };
   const Opening opening = opening_of(w_.expert_inner);

@@ -75,6 +75,15 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     code_stride_ = std::max(code_stride_, round_up(code_bytes(product.weights.layout), 64));
     group_stride_ = std::max(group_stride_, product.weights.layout.groups);
   };
+  auto measure_head = [&](Product& product) {
+    const Layout& layout = product.weights.layout;
+    product.rotation = rotation_of(product.weights);
+    product_stride_ = std::max(product_stride_, kernels_.product_scratch(layout));
+    if (takes_codes(kernels_, layout)) {
+      head_code_stride_ = std::max(head_code_stride_, round_up(code_bytes(layout), 64));
+    }
+    head_group_stride_ = std::max(head_group_stride_, layout.groups);
+  };
   embed_rotation_ = rotation_of(w_.embed);
   for (Layer& layer : w_.layers) {
     if (layer.attends) {
@@ -87,6 +96,9 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
     }
     if (layer.q_up.present()) measure(layer.q_up);
     if (layer.kv_up.present()) measure(layer.kv_up);
+    for (std::vector<Product>* heads : {&layer.q_to_latent, &layer.v_from_latent}) {
+      for (Product& head : *heads) measure_head(head);
+    }
     if (layer.mlp.up.present()) {
       measure(layer.mlp.up);
       measure(layer.mlp.down);
@@ -129,10 +141,19 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   attended_ = Buffer<float>(max_rows * q_pad_);
   if (w_.latent > 0) {
     latents_pad_ = pad_row(qkv_outputs(w_.layers.front()));
-    expanded_pad_ = pad_row(w_.heads * (w_.head_size - w_.turning + w_.value_size));
+    expanded_pad_ = pad_row(w_.heads * (w_.keeps_latent ? std::max(w_.head_size, w_.value_size)
+                                                        : w_.head_size - w_.turning + w_.value_size));
     latents_ = Buffer<float>(max_rows * latents_pad_);
     expanded_ = Buffer<float>(max_rows * expanded_pad_);
     raised_ = Buffer<float>(max_rows * pad_row(std::max(w_.latent, w_.query_latent)));
+  }
+  if (w_.keeps_latent) {
+    const int64_t head_rows = max_rows * w_.heads;
+    head_pad_ = pad_row(std::max(w_.latent, w_.head_size - w_.turning));
+    head_rows_ = Buffer<float>(head_rows * head_pad_);
+    head_codes_ = Buffer<int8_t>(head_rows * head_code_stride_);
+    head_scales_ = Buffer<float>(head_rows * head_group_stride_);
+    head_sums_ = Buffer<int32_t>(head_rows * head_group_stride_);
   }
   if (state_floats() > 0) {
     mixed_pad_ = pad_row(w_.recurrent.outputs());
@@ -201,8 +222,9 @@ void Model::size_heads() {
   q_pad_ = pad_row(w_.heads * size);
   const int64_t inner = widest([](const ModelWeights&, const Layer& layer) { return layer.inner; });
   inner_pad_ = pad_row(std::max({inner, w_.expert_inner, w_.shared_inner}));
-  tile_rows_ = std::max(kernels_.attention_rows,
-                        widest([](const ModelWeights& w, const Layer& layer) { return w.heads / layer.kv_heads; }));
+  tile_rows_ = std::max(kernels_.attention_rows, widest([](const ModelWeights& w, const Layer& layer) {
+                          return std::min(kMostHeads, w.heads / layer.kv_heads);
+                        }));
   half_pad_ = round_up((size + 1) / 2, 16);
   attention_stride_ = round_up(attention_scratch(tile_rows_, round_up(size, 16)), 16);
 }
@@ -229,11 +251,13 @@ void Model::spread_distances() {
 int64_t Model::scratch_bytes() const {
   int64_t total =
       codes_.bytes() + row_codes_.bytes() + code_scales_.bytes() + code_sums_.bytes() + product_scratch_.bytes();
+  total += head_codes_.bytes() + head_sums_.bytes();
   for (const Buffer<float>* buffer :
        {&residual_,    &normed_,        &qkv_,           &latents_,   &expanded_, &raised_, &attended_,
         &inner_,       &joined_,        &attention_out_, &mixed_,     &recurred_, &steps_,  &router_,
         &low_values_,  &expert_weight_, &expert_out_,    &expert_in_, &cosines_,  &sines_,  &attention_scratch_,
-        &row_scratch_, &streams_,       &layer_inputs_,  &past_,      &narrow_,   &raw_}) {
+        &row_scratch_, &streams_,       &layer_inputs_,  &past_,      &narrow_,   &raw_,    &head_rows_,
+        &head_scales_}) {
     total += buffer->bytes();
   }
   return total;
@@ -546,7 +570,11 @@ void Model::heads_of_rows(const StepArgs& args, const Layer& layer) {
   if (w_.latent > 0) {
     multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, latents_.data(), latents_pad_, nullptr, nullptr, low);
     times_.end(Stage::kQkv);
-    expand_latents(layer, args.rows);
+    if (w_.keeps_latent) {
+      place_latents(layer, args.rows);
+    } else {
+      expand_latents(layer, args.rows);
+    }
   } else {
     multiply(layer.qkv, normed_.data(), hidden_pad_, args.rows, qkv_.data(), qkv_pad_, nullptr, nullptr, low);
     times_.end(Stage::kQkv);

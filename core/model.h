@@ -5,6 +5,7 @@
 // results are wanted.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -64,6 +65,8 @@ struct Mlp {
   Product down;
 };
 
+constexpr int64_t kMostHeads = 32;  // of queries in one call of the attention's kernel
+
 inline int64_t pad_row(int64_t width) { return round_up(width, kRowPad); }
 
 // A layer's, in a model with streams or with inputs of each layer's own.
@@ -107,7 +110,8 @@ struct Layer {
   const Rotation* value_rotation = nullptr;
   Product qkv, o;
   NormWeights q_latent_norm, kv_latent_norm;
-  Product q_up, kv_up;  // from latents to heads, see ModelWeights::latent
+  Product q_up, kv_up;                              // from latents to heads, see ModelWeights::latent
+  std::vector<Product> q_to_latent, v_from_latent;  // by head, see ModelWeights::keeps_latent
   Product recurrent_in, recurrent_out;
   RecurrentWeights recurrent;
   NormWeights v_norm;             // of each value head, or none
@@ -142,7 +146,11 @@ struct ModelWeights {
   int64_t head_size = 0;
   // With a latent, qkv computes [queries or their latent][key dims that turn, of all heads][the latent of keys and
   // values], and kv_up of the normed latent gives each head [key dims that do not turn][value].
-  int64_t latent = 0;        // 0: none
+  // Where KV memory keeps the latent, layers have one KV head: its key is the dims that turn and the normed latent, its
+  // value the latent. q_to_latent makes of a head's other query dims what the latent is multiplied by, and
+  // v_from_latent makes a value of the latents that the head's weights have added up.
+  int64_t latent = 0;  // 0: none
+  bool keeps_latent = false;
   int64_t query_latent = 0;  // 0: qkv computes the queries themselves
   int64_t turning = 0;       // leading dims of a head that turn, where there is a latent
   int64_t value_size = 0;    // dims of a head's value; the head's size where there is no latent
@@ -302,14 +310,24 @@ class Model {
                 const LowRank* low = nullptr);
   void multiply_tiled(const ProductArgs& args);
   int64_t qkv_outputs(const Layer& layer) const {
-    const int64_t queries = w_.heads * layer.head_size;
+    const int64_t queries = w_.heads * (w_.latent > 0 ? w_.head_size : layer.head_size);
     if (layer.shares) return queries;
     if (w_.latent == 0) return queries * (w_.attention_gate ? 2 : 1) + 2 * layer.kv_heads * layer.head_size;
     return (w_.query_latent > 0 ? w_.query_latent : queries) + w_.turning + w_.latent;
   }
   int64_t widest(int64_t (*of)(const ModelWeights&, const Layer&)) const;
   void size_heads();
+  void norm_latents(const NormWeights& norm, int64_t begin, int64_t width, int64_t rows);
+  void raise(const NormWeights& norm, const Product& up, int64_t begin, int64_t width, int64_t rows, float* out,
+             int64_t out_stride);
   void expand_latents(const Layer& layer, int64_t rows);
+  void place_latents(const Layer& layer, int64_t rows);
+  void raise_values(const Layer& layer, int64_t rows);
+  void place_head(const Product& product, int64_t at, const float* values, int64_t width);
+  void multiply_heads(const std::vector<Product>& products, int64_t rows, float* out, int64_t head_stride,
+                      int64_t out_stride);
+  template <typename ArgsOf>
+  void multiply_several(int64_t count, const Product& first, const Opening* opening, const ArgsOf& args_of);
   void choose_near_best(const float* scores, int64_t count, int64_t row);
   void keep_best_groups(float* rank, int64_t count);
   void heads_of_rows(const StepArgs& args, const Layer& layer);
@@ -367,7 +385,7 @@ class Model {
   int64_t max_rows_;
   int64_t expert_rows_ = 0;  // rows of the expert buffers
   int64_t hidden_pad_, q_pad_, qkv_pad_, inner_pad_, tile_rows_;
-  int64_t latents_pad_ = 0, expanded_pad_ = 0;
+  int64_t latents_pad_ = 0, expanded_pad_ = 0, head_pad_ = 0;
 
   std::vector<Row> row_;                                         // of every row of the step
   std::vector<AttentionRow> asking_;                             // rows whose attention is computed
@@ -376,6 +394,10 @@ class Model {
   std::vector<float> expert_rank_;  // [2][experts] of one row: by which they are chosen, and those near the best
   std::vector<float> group_rank_;   // [groups]
   Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
+  Buffer<float> head_rows_, head_scales_;  // [heads][rows]: what products by head read
+  Buffer<int8_t> head_codes_;
+  Buffer<int32_t> head_sums_;
+  int64_t head_code_stride_ = 64, head_group_stride_ = 1;
   Buffer<float> mixed_, recurred_, steps_;  // of recurrent layers: `in`, `out`, and decays and steps of each head
   int64_t mixed_pad_ = 0, recurred_pad_ = 0;
   // Of streams: all of them, one after the other; each layer's inputs; the narrow path's outcome, and what is in it.
@@ -408,5 +430,25 @@ int64_t result_panels(const Product& product, const Opening* opening);
 // few enough that handing out costs nothing, and by twos where that leaves enough, since an integer product takes two
 // at once, as a gated one does anyway.
 int64_t panel_grain(const Product& product, const Opening* opening, int64_t panels, int64_t all, int threads);
+
+// Products of one shape as one hand-out: an item is a product and a panel of it. `args_of` gives the rows of each.
+template <typename ArgsOf>
+void Model::multiply_several(int64_t count, const Product& first, const Opening* opening, const ArgsOf& args_of) {
+  const int64_t panels = result_panels(first, opening);
+  const int64_t grain = panel_grain(first, opening, panels, count * panels, pool_.threads());
+  pool_.run(count * panels, grain, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t item = begin; item < end;) {
+      const int64_t last = std::min(end, (item / panels + 1) * panels);
+      const int64_t first_panel = item % panels;
+      ProductArgs args = args_of(item / panels);
+      args.opening = opening;
+      args.others = (pool_.threads() - 1) * grain;
+      if (args.row_count > 0) {
+        kernels_.product(args, first_panel, first_panel + (last - item), product_scratch_of(thread));
+      }
+      item = last;
+    }
+  });
+}
 
 }  // namespace headrace

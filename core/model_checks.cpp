@@ -36,6 +36,9 @@ void Model::check_weights() const {
                      : w_.kv_heads != w_.heads) {
     refuse("latents need a key head for each head, and models without them have none of their sizes");
   }
+  if (w_.keeps_latent && (w_.latent == 0 || w_.turning == w_.head_size || !w_.causal || w_.attention_gate)) {
+    refuse("the KV memory cannot keep the latent of this model");
+  }
   if (w_.feature_layers < 0 || w_.feature_layers > 64) refuse("feature_layers out of range");
   if (w_.growth_tokens < 1) refuse("growth or chunks are out of range");
   if (w_.expert_groups < 1 || w_.top_groups < 1 || w_.top_groups > w_.expert_groups || w_.expert_groups > 4096 ||
@@ -88,10 +91,17 @@ void Model::check_weights() const {
     check_heads(layer, name);
     if (layer.attends) {
       shaped(layer.qkv, qkv_outputs(layer), w_.hidden, name + ".attn.qkv");
-      shaped(layer.o, w_.hidden, w_.heads * layer.value_size, name + ".attn.o");
+      shaped(layer.o, w_.hidden, w_.heads * (w_.keeps_latent ? w_.value_size : layer.value_size), name + ".attn.o");
     }
     if (w_.latent > 0) {
-      shaped(layer.kv_up, w_.heads * (w_.head_size - w_.turning + w_.value_size), w_.latent, name + ".attn.kv_up");
+      const int64_t plain = w_.head_size - w_.turning;
+      for (const Product& head : layer.q_to_latent) shaped(head, w_.latent, plain, name + ".attn.q_to_latent");
+      for (const Product& head : layer.v_from_latent) {
+        shaped(head, w_.value_size, w_.latent, name + ".attn.v_from_latent");
+      }
+      if (!w_.keeps_latent) {
+        shaped(layer.kv_up, w_.heads * (plain + w_.value_size), w_.latent, name + ".attn.kv_up");
+      }
       if (!layer.kv_latent_norm.present()) refuse(name + " lacks the norm of its latent");
     }
     if (w_.query_latent > 0) {
@@ -150,8 +160,9 @@ void Model::check_heads(const Layer& layer, const std::string& name) const {
   within("value_size", layer.value_size, 1024);
   if (layer.inner < 0 || layer.inner > kMaxInputs) refuse("inner of " + name + " out of range");
   if (w_.heads % layer.kv_heads != 0) refuse("heads must be a multiple of the kv_heads of " + name);
-  if (w_.heads * std::max(layer.head_size, layer.value_size) > kMaxInputs)
-    refuse("the heads of " + name + " are too large");
+  // What `o` reads; queries that meet a latent are wider.
+  const int64_t widest = w_.keeps_latent ? w_.head_size : std::max(layer.head_size, layer.value_size);
+  if (w_.heads * widest > kMaxInputs) refuse("the heads of " + name + " are too large");
   const Layer& first = w_.layers.front();
   const bool alike = layer.kv_heads == first.kv_heads && layer.head_size == first.head_size;
   // An encoder's layers take turns with the memory of one, and latents have one size.

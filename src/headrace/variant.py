@@ -26,6 +26,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     image_weights: str = "auto"  # of the image part: bf16 if the files hold it so, or else f32
     image_patches: int = 16384  # of one image that the image part computes in one step; larger ones are scaled down
     kv: str = "bf16"
+    latent_kv: bool = True  # False: keys and values of every head, in a model that computes them from a latent
     threads: int | None = None  # None: all of the machine's cores
     context: int | None = None  # tokens of one sequence
     kv_tokens: int | None = None  # tokens of all sequences together
@@ -76,4 +77,5 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         kept = "".join(f"+{rule}" for rule in self.keep)
         isa = "" if self.isa is None else f"/{self.isa}"
         arithmetic = "" if self.arithmetic is None else f"/{self.arithmetic}"
-        return f"{self.weights}{group}{kept}/kv-{self.kv}{isa}{arithmetic}"
+        latent = "" if self.latent_kv else "-expanded"
+        return f"{self.weights}{group}{kept}/kv-{self.kv}{latent}{isa}{arithmetic}"

@@ -145,6 +145,10 @@ def forward(
         y = read(x) @ weight(name).T
         return y + weight(f"{name}.bias") if f"{name}.bias" in tensors else y
 
+    def by_head(name: str, x: Doubles, outputs: int) -> Doubles:
+        heads = weight(name).reshape(spec.heads, -1, x.shape[2])[:, :outputs]
+        return np.einsum("ihd,hod->iho", read(x), heads)
+
     def norm(name: str, x: Doubles) -> Doubles:
         if spec.norm == "layer":
             x = x - x.mean(axis=-1, keepdims=True)
@@ -232,7 +236,14 @@ def forward(
             q, turning, narrow = np.split(product(f"{name}.qkv", h), [first, first + latent.turning], axis=1)
             if latent.query_rank:
                 q = product(f"{name}.q_up", rms(q, 1e-6) * weight(f"{name}.q_latent_norm"))
-            both = product(f"{name}.kv_up", rms(narrow, 1e-6) * weight(f"{name}.kv_latent_norm"))
+            narrow = rms(narrow, 1e-6) * weight(f"{name}.kv_latent_norm")
+        if latent is not None and latent.kept:
+            still = q.reshape(count, spec.heads, -1)[..., latent.turning :]
+            still = by_head(f"{name}.q_to_latent", still, latent.rank)
+            q = np.concatenate([q.reshape(count, spec.heads, -1)[..., : latent.turning], still], axis=2)
+            k, v = np.concatenate([turning, narrow], axis=1), narrow
+        elif latent is not None:
+            both = product(f"{name}.kv_up", narrow)
             still, v = np.split(both.reshape(count, spec.heads, -1), [spec.head_size - latent.turning], axis=2)
             k = np.concatenate([np.repeat(turning[:, None], spec.heads, axis=1), still], axis=2)
         else:
@@ -288,6 +299,8 @@ def forward(
             v = np.concatenate([np.zeros_like(v[:1]), v])
         weights = rounded_weights(scores, v_scale.T) if twos else softmax(scores)
         attended = np.einsum("hij,jhd->ihd", weights, v) @ turn_values
+        if latent is not None and latent.kept:
+            attended = by_head(f"{name}.v_from_latent", attended, latent.value_size)
         return product(f"{name}.o", attended.reshape(count, -1))
 
     x = weight("embed")[list(tokens)] * spec.embedding_scale

@@ -120,7 +120,9 @@ def test_a_long_sequence_turns_by_the_long_rope() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("name", ["plain", "window", "head_norms", "narrow", "mixed_heads", "latents_of_64"])
+@pytest.mark.parametrize(
+    "name", ["plain", "window", "head_norms", "narrow", "mixed_heads", "latents_of_64", "expanded_latents"]
+)
 def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvType, isa: str) -> None:
     model = SPECS[name]
     tokens = text(LENGTH, model)
@@ -138,7 +140,7 @@ def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvTy
     ("format", "group"),
     [("bf16", 0), ("int8", 32), ("int8", 128), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 0)],
 )
-@pytest.mark.parametrize("name", ["plain", "soft_caps", "gated_biases", "experts", "plain_experts"])
+@pytest.mark.parametrize("name", ["plain", "soft_caps", "gated_biases", "experts", "plain_experts", "latents_of_64"])
 def test_rounded_weights_give_what_the_unpacked_weights_give(
     name: str, format: WeightFormat, group: int, isa: str
 ) -> None:
@@ -181,7 +183,7 @@ def test_instruction_sets_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["window", "head_norms", "soft_caps"])
+@pytest.mark.parametrize("name", ["window", "head_norms", "soft_caps", "latents_of_64"])
 def test_long_sequences_are_the_references_and_the_same_bits_when_decoded(name: str, isa: str) -> None:
     """Past three chunks of attention, where rows side by side begin to leave whole chunks behind their windows."""
     model = SPECS[name]

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_and_nothing_else_changes(type: Any) -> None:
 
 
 @pytest.mark.parametrize("type", KV_TYPES)
-@pytest.mark.parametrize("name", ["everything", "mixed_heads"])
+@pytest.mark.parametrize("name", ["everything", "mixed_heads", "latents_of_64"])
 def test_a_sequence_goes_on_from_blocks_of_another_memory_with_the_same_bits(type: Any, name: str) -> None:
     model = SPECS[name]
     tokens = text(50, model)

@@ -106,15 +106,17 @@ def in_a_ragged_batch(tiny: Tiny, tokens: list[int], alone: Floats) -> Iterator[
 
 def spoil(tiny: Tiny) -> None:
     """Fills every KV block with infinities and NaN, as a sequence of a broken model would leave them."""
-    shapes, latent = tiny.spec.kv_shapes, tiny.spec.latent
+    shapes = tiny.spec.kv_shapes
+    size, value_size = shapes[0][1:]
+    latent = None if value_size == size else LatentSpec(rank=2, turning=1, value_size=value_size, kept=False)
     model = spec(
         hidden_size=2,
         vocab_size=2,
         heads=math.lcm(*(heads for heads, _, _ in shapes)),
         kv_heads=shapes[0][0],
-        head_size=shapes[0][1],
-        layers=tuple(LayerSpec(rope=None, kv_heads=heads, head_size=size) for heads, size, _ in shapes),
-        latent=None if latent is None else LatentSpec(rank=2, turning=latent.turning, value_size=latent.value_size),
+        head_size=size,
+        layers=tuple(LayerSpec(rope=None, kv_heads=heads, head_size=wide) for heads, wide, _ in shapes),
+        latent=latent,
         pre_norm=False,
         final_norm=False,
     )
@@ -193,7 +195,7 @@ def test_a_row_that_runs_to_infinity_touches_no_other(name: str, format: WeightF
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", [*KV_TYPES, "fp8", "int4"])
-@pytest.mark.parametrize("name", ["plain", "window", "head_norms"])
+@pytest.mark.parametrize("name", ["plain", "window", "head_norms", "latents_of_64"])
 def test_a_token_that_runs_to_infinity_touches_none_before_it(name: str, kv: KvType, isa: str) -> None:
     model = SPECS[name]
     tensors = dict(random_tensors(model))
@@ -227,7 +229,7 @@ def test_a_long_step_gives_the_bits_of_short_ones(format: WeightFormat, group: i
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["plain", "everything", "partial_rope"])
+@pytest.mark.parametrize("name", ["plain", "everything", "partial_rope", "latents"])
 def test_wanting_fewer_rows_changes_none_of_them(name: str, isa: str) -> None:
     model = SPECS[name]
     tiny = Tiny(model, "int8", 64, kv="int8", isa=isa)

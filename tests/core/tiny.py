@@ -163,7 +163,16 @@ SPECS: dict[str, ModelSpec] = {
         heads=2,
         kv_heads=2,
         head_size=64,
-        latent=LatentSpec(rank=20, turning=32, value_size=48),
+        latent=LatentSpec(rank=32, turning=32, value_size=48),
+        ropes=(rope(32),),
+    ),
+    # More query heads of a KV head than a call of the kernel takes.
+    "many_heads": spec(heads=35, kv_heads=1, head_size=4, sinks=True, layers=(LayerSpec(),)),
+    "expanded_latents": spec(
+        heads=2,
+        kv_heads=2,
+        head_size=64,
+        latent=LatentSpec(rank=20, query_rank=30, turning=32, value_size=48, kept=False),
         ropes=(rope(32),),
     ),
     # Heads of other sizes and numbers, of which those of 32 and 48 dims are rotated where KV memory has codes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.cli import main
-from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.cpu_executor import CpuExecutor, memory_of
 from headrace.engine.executors.runner import embed, greedy, hidden_states, logits
-from headrace.models.model_folder import open_model
+from headrace.errors import RequestError
+from headrace.llm import LLM
+from headrace.models.model_folder import open_model, with_expanded_kv
 from headrace.models.precision import Precision, WeightPlan
+from headrace.variant import Variant
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import DECODERS, ENCODERS, WHOLE, Reference, prompt
 
@@ -93,6 +97,23 @@ def test_ragged_batch_is_one_at_a_time_to_the_bit(name: str, executors: Executor
         (alone,) = logits(executor, [tokens])
         assert found.tobytes() == alone.tobytes()
     assert greedy(executor, prompts, ANSWER) == [greedy(executor, [tokens], ANSWER)[0] for tokens in prompts]
+
+
+def test_the_latent_of_keys_and_values_may_be_expanded_in_kv_memory(tiny: Tiny, executors: Executors) -> None:
+    options: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 2, "context": CONTEXT}
+    folder, tokens = tiny("deepseek-v3").folder, prompt(40)
+    executor = CpuExecutor.load(with_expanded_kv(open_model(folder)), **options)
+    assert relative_error(logits(executor, [tokens])[0], tiny("deepseek-v3").logits(tokens)) < 1e-4
+    assert executors("deepseek-v3").kv_bytes_per_token == 4 * 3 * (48 + 48)  # a rank of 40, with 8 dims that turn
+    assert executor.kv_bytes_per_token == 4 * 3 * 4 * (32 + 16)  # 4 heads, whose 24 and 12 dims are padded
+    with LLM(folder, latent_kv=False, cache=False, **options) as llm:
+        (answer,) = llm.generate([tokens], max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert answer.completions[0].tokens == greedy(executor, [tokens], 8)[0]
+    assert memory_of(open_model(folder), Variant(model="", kv="f32", latent_kv=False)).kv_token == (
+        executor.kv_bytes_per_token
+    )
+    with pytest.raises(RequestError, match="is for models with latent attention"):
+        LLM(tiny("llama").folder, latent_kv=False, cache=False)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

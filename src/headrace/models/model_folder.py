@@ -96,6 +96,9 @@ class ModelFolder:
         tensor = self.weights.dense(part.name)
         if part == TensorPart(part.name):
             return tensor
+        if part.by_head is not None:
+            data = part.by_head.of(tensor.data)
+            return DenseTensor(name=part.name, dtype=tensor.dtype, shape=data.shape, data=data, path=tensor.path)
         data = tensor.data if part.index is None else tensor.data[part.index]
         if part.row is not None:
             data = data[part.row : part.row + 1]
@@ -115,6 +118,10 @@ class ModelFolder:
             parts = self.sources[name]
             for part, rows in zip(parts, self.part_rows(name), strict=True):
                 shape_on_disk = self.weights.shape(part.name)
+                if part.by_head is not None:
+                    if shape_on_disk != part.by_head.file_shape:
+                        raise self._shape_error(part, shape_on_disk, "x".join(map(str, part.by_head.file_shape)))
+                    continue
                 if part.index is not None:
                     if len(shape_on_disk) < 2 or part.index >= shape_on_disk[0]:
                         raise self._shape_error(part, shape_on_disk, f"at least {part.index + 1} experts")
@@ -174,6 +181,22 @@ def open_model(path: Path) -> ModelFolder:
     folder = ModelFolder(path, spec, weights, sources, partial(read_folder, path, spec.vocab_size))
     folder.check_shapes()
     return folder
+
+
+def with_expanded_kv(folder: ModelFolder) -> ModelFolder:
+    """Return a model with latent attention as one whose KV memory holds the keys and values of every head."""
+    if folder.spec.latent is None:
+        raise RequestError(
+            f"'latent_kv' = false is for models with latent attention. {folder.spec.architecture} has none: remove "
+            "'latent_kv'.",
+            parameter="latent_kv",
+        )
+    spec = replace(folder.spec, latent=replace(folder.spec.latent, kept=False))
+    family = family_of(ConfigJson.read(folder.path / "config.json"))
+    sources = family_sources(family, spec, folder.weights.names)
+    expanded = ModelFolder(folder.path, spec, folder.weights, sources, lambda: folder.tokenizer_files)
+    expanded.tokenizer_cache = folder.tokenizer_cache
+    return expanded
 
 
 def _open_gguf(path: Path) -> ModelFolder:

@@ -16,7 +16,7 @@ import msgspec
 
 import headrace._core as _core
 from headrace.errors import HeadraceError, InsufficientMemoryError, ModelError, RequestError
-from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.model_folder import ModelFolder, find_model, open_model, with_expanded_kv
 from headrace.models.own_module import own_module
 from headrace.models.packing import is_packed, packed_file, packed_size, write_packed
 from headrace.models.precision import WeightPlan
@@ -103,6 +103,8 @@ def _weights_of(variant: Variant, cache: Path) -> Iterator[_Wanted | PackedWeigh
     if not variant.cache:
         raise RequestError(f"'{variant.model}' has cache = false, so no start would find its packed weights.")
     folder = open_model(find_model(variant.model))
+    if not variant.latent_kv:
+        folder = with_expanded_kv(folder)
     yield _wanted(folder, choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep), cache)
     if variant.speculation == "self" and variant.draft_weights is not None:
         yield _wanted(folder, choose_plan(folder, variant.draft_weights), cache)

@@ -27,11 +27,10 @@ from headrace.models.formats.quantised_layer import runs
 from headrace.models.formats.tensors import DenseTensor
 from headrace.models.model_folder import ModelFolder
 from headrace.models.precision import Precision, WeightFormat, WeightPlan
-from headrace.models.spec import ModelSpec
+from headrace.models.spec import PANEL, ModelSpec
 from headrace.models.tensor_shapes import is_kept_exact, is_product
 from headrace.models.weight_cache import cache_limit, evict_until_fits
 
-PANEL: Final = 32  # output channels side by side in the core's layout
 VERSION: Final = 4  # increase it when this file changes tensors before the core packs them
 
 CoreTensor = _core.Packed | NDArray[np.float32]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -28,6 +28,8 @@ PooledActivation = PlainActivation | Literal["identity", "tanh", "sigmoid"]
 ScoreActivation = Literal["sigmoid", "identity"]
 ModelKind = Literal["decoder", "encoder", "reranker"]
 Mixer = Literal["attention", "recurrent", "both", "none"]
+PANEL: Final = 32  # output channels side by side in the core's layout
+
 RecurrentKind = Literal["short_conv", "scan", "delta"]
 
 
@@ -165,12 +167,21 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `qkv` gives queries or their latent, then key dims that turn, which all heads share, then the latent of keys and
     values. `kv_up` of the normalised latent gives each head the other dims of its key, then its value.
+
+    With `kept`, KV memory holds the key dims that turn and the normalised latent, once for all heads. `q_to_latent`
+    makes of a head's other query dims what the latent is multiplied by, and `v_from_latent` makes its value of the
+    latents that its weights have added up.
     """
 
     rank: int
     query_rank: int = 0  # 0: queries have no latent
     turning: int  # leading dims of a head that the rope turns
     value_size: int  # of a head
+    kept: bool = True
+
+    def head_rows(self, outputs: int) -> int:
+        """Return the rows of a head in a product by head: whole panels."""
+        return -(-outputs // PANEL) * PANEL
 
 
 class LayerInputSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +357,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.kv_shapes)
 
     def kv_shape(self, layer: LayerSpec) -> tuple[int, int, int]:
-        """Return a layer's KV heads, and the dims of a key and of a value."""
+        """Return a layer's heads in KV memory, and the dims of a key and of a value."""
+        if (latent := self.latent) is not None and latent.kept:
+            return 1, latent.turning + latent.rank, latent.rank
+        return self.head_shape(layer)
+
+    def head_shape(self, layer: LayerSpec) -> tuple[int, int, int]:
+        """Return the heads of a layer's keys, and the dims of a head's query and key, and of its value."""
         size = layer.head_size or self.head_size
         return layer.kv_heads or self.kv_heads, size, size if self.latent is None else self.latent.value_size
 
@@ -398,7 +415,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def qkv_parts_of(self, layer: LayerSpec) -> tuple[int, ...]:
         """Return the rows of `qkv` that belong together: of queries, keys and values, or of queries and the latent."""
-        kv_heads, size, _ = self.kv_shape(layer)
+        kv_heads, size, _ = self.head_shape(layer)
         queries, keys = self.heads * size, kv_heads * size
         if self.latent is None:
             return (queries, keys, keys, *((queries,) if self.attention_gate else ()))

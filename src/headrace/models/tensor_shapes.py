@@ -5,9 +5,15 @@ Reads no files.
 
 from __future__ import annotations
 
+from typing import Final
+
 from headrace.models.spec import ExpertSpec, LayerInputSpec, LayerSpec, ModelSpec, RecurrentSpec, StreamSpec
 
 Shapes = dict[str, tuple[int, ...]]
+
+_PRODUCTS: Final = frozenset(
+    {"qkv", "q_up", "kv_up", "q_to_latent", "v_from_latent", "o", "gate_up", "up", "down", "in", "out"}
+)
 
 
 def tensor_shapes(spec: ModelSpec) -> Shapes:
@@ -133,7 +139,7 @@ class _ShapeTable:
     def _attention(self, name: str, layer: LayerSpec) -> None:
         spec, shapes = self._spec, self.shapes
         shares = layer.shares is not None
-        kv_heads, size, value_size = spec.kv_shape(layer)
+        kv_heads, size, value_size = spec.head_shape(layer)
         q_size = spec.heads * size
         rows = q_size if shares else sum(spec.qkv_parts_of(layer))
         self._product(f"{name}.qkv", rows, self._hidden, bias=spec.qkv_bias)
@@ -143,7 +149,11 @@ class _ShapeTable:
                 shapes[f"{name}.q_up"] = (q_size, latent.query_rank)
             shapes[f"{name}.kv_latent_norm"] = (latent.rank,)
             plain = size - latent.turning
-            shapes[f"{name}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
+            if latent.kept:
+                shapes[f"{name}.q_to_latent"] = (spec.heads * latent.head_rows(latent.rank), plain)
+                shapes[f"{name}.v_from_latent"] = (spec.heads * latent.head_rows(latent.value_size), latent.rank)
+            else:
+                shapes[f"{name}.kv_up"] = (spec.heads * (plain + latent.value_size), latent.rank)
         if spec.qk_norm == "head":
             shapes[f"{name}.q_norm"] = (size,)
             if not shares:
@@ -204,8 +214,4 @@ def is_kept_exact(name: str) -> bool:
 def is_product(name: str) -> bool:
     """Return whether a precision can be chosen for a tensor: products, the embedding and the head."""
     leaf = name.rsplit(".", 1)[-1]
-    return leaf in {"qkv", "q_up", "kv_up", "o", "gate_up", "up", "down", "in", "out"} or name in {
-        "embed",
-        "head",
-        "inputs.embed",
-    }
+    return leaf in _PRODUCTS or name in {"embed", "head", "inputs.embed"}

@@ -120,6 +120,8 @@ def _describe_blocks(folder: ModelFolder, plan: WeightPlan, weights: GgufWeights
 def _precision(folder: ModelFolder, name: str, *, float_rows: bool) -> Precision | None:
     """Return the precision of a tensor that is quantised on disk, in all its parts; None if it is not."""
     layouts: set[StoredLayout] = set()
+    if any(part.by_head is not None and folder.weights.layout(part.name) is not None for part in folder.sources[name]):
+        return Precision("bf16")  # groups of codes may lie across the inputs of a head
     for part in folder.sources[name]:
         layout = None if part.index is not None else folder.weights.layout(part.name)
         if layout is None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from headrace.bench.planning.model_costs import model_costs
+from headrace.bench.roofline import kv_bytes_per_token
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import FAMILIES, HEADLESS, RERANKERS, TensorPart, family_of, family_sources, model_spec
@@ -85,6 +86,10 @@ def test_sources_join_to_the_canonical_shapes_and_leave_no_weight_out(name: str,
         shapes = [(math.prod(shape),) if part.flat else shape for shape, part in zip(shapes, parts, strict=True)]
         shapes = [shape[::-1] if part.transposed else shape for shape, part in zip(shapes, parts, strict=True)]
         shapes = [split_shape(part, shape) for shape, part in zip(shapes, parts, strict=True)]
+        shapes = [
+            part.by_head.of(np.zeros(shape)).shape if part.by_head else shape
+            for shape, part in zip(shapes, parts, strict=True)
+        ]
         assert len({shape[1:] for shape in shapes}) == 1
         joined[canonical] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     assert joined == tensor_shapes(spec)
@@ -224,6 +229,16 @@ def test_layers_of_gemma4_have_the_heads_of_their_kind(tiny: Tiny) -> None:
         shapes = [spec.kv_shape(layer) for layer in spec.layers]
         assert work.operations_per_pair == sum(4.0 * spec.heads * size for _, size, _ in shapes)
         assert work.kv_bytes_per_token == pytest.approx(sum(4.0 * 2 * heads * size for heads, size, _ in shapes))
+
+
+def test_kv_memory_keeps_the_latent_of_deepseek(tiny: Tiny) -> None:
+    reference = tiny("deepseek-v3")
+    spec = open_model(reference.folder).spec
+    assert spec.kv_shapes == ((1, 8 + 40, 40),) * len(spec.layers)
+    assert kv_bytes_per_token(spec)["f32"] == 4 * (48 + 48) * len(spec.layers)  # values padded to 48
+    # Wider than a key of the core's KV memory.
+    wide = spec_of(saved_config(reference) | {"kv_lora_rank": 1024}, reference.folder)
+    assert wide.kv_shapes == ((4, 24, 12),) * len(spec.layers)
 
 
 def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> None:

@@ -16,9 +16,11 @@ from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError
 from headrace.models.model_folder import open_model
+from headrace.models.precision import Precision
+from headrace.models.weight_choice import choose_plan
 from tests.models.quantised.quantised_models import SCHEMES, Built, Quantised
 from tests.models.tiny_configs import CONTEXT
-from tests.models.tiny_models import prompt
+from tests.models.tiny_models import build, prompt
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -181,6 +183,30 @@ def test_scales_that_take_fp8_out_of_range_are_refused_when_the_model_loads(
     with pytest.raises(ModelError, match=r"above 3\.39e\+38, the range of bf16") as caught:
         CpuExecutor.load(open_model(folder), weights=weights, threads=1)
     assert caught.value.tensor == f"{LAYER}.weight_scale"
+
+
+def test_products_by_head_of_a_quantised_latent_are_those_of_its_numbers(tmp_path: Path) -> None:
+    model = build("deepseek-v2-lite", tmp_path)
+    path, scheme = tmp_path / "model.safetensors", SCHEMES["fp8-blocks"]
+    tensors = safetensors.torch.load_file(path)
+    for index, layer in enumerate(model.model.layers):
+        name = f"model.layers.{index}.self_attn.kv_b_proj"
+        stored, defined = scheme.quantise(tensors.pop(f"{name}.weight"))
+        tensors |= {f"{name}.{part}": each.contiguous() for part, each in stored.items()}
+        layer.self_attn.kv_b_proj.weight.data = defined
+    safetensors.torch.save_file(tensors, path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": scheme.config}))
+    folder, tokens = open_model(tmp_path), prompt(40)
+    assert choose_plan(folder).precision("layers.0.attn.q_to_latent") == Precision("bf16")
+    executor = CpuExecutor.load(folder, weights="f32", kv="f32", threads=2, context=CONTEXT, isa=None)
+    try:
+        found = logits(executor, [tokens])[0]
+    finally:
+        executor.close()
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].numpy()
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_layers_left_in_full_precision_load_as_they_are(built: Built, tmp_path: Path) -> None:

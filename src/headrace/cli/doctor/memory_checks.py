@@ -72,7 +72,7 @@ def _add(result: ConfiguredMemory, variant: Variant, replicas: int, shared: set[
     if (images := f"{path} images") not in shared:
         shared.add(images)
         result.weights += need.images
-    packed = f"{path} {variant.weights} {variant.group} {variant.keep}"
+    packed = f"{path} {variant.weights} {variant.group} {variant.keep} {variant.latent_kv}"
     if not variant.cache:
         result.weights += need.weights * replicas
     elif packed not in shared:

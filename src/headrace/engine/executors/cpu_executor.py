@@ -31,7 +31,7 @@ from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.engine.interface.variant_check import check_kv_block
 from headrace.errors import RequestError
-from headrace.models.model_folder import ModelFolder
+from headrace.models.model_folder import ModelFolder, with_expanded_kv
 from headrace.models.own_module import OwnModule, own_module
 from headrace.models.packing import CoreTensor, LoadedTensors, load_tensors, packed_size
 from headrace.models.precision import AUTO, KvType, WeightPlan, parse_kv_type, parse_plan
@@ -61,12 +61,16 @@ def check_options(folder: ModelFolder, variant: Variant) -> None:
     context = default_context(spec) if variant.context is None else variant.context
     _check_sizes(spec, 1 if variant.threads is None else variant.threads, context)
     check_skipped(spec, variant.skip_layers)
+    if not variant.latent_kv:
+        with_expanded_kv(folder)
     choose_isa(variant.isa, variant.arithmetic)
 
 
 def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     """Return the memory of a variant that `check_options` accepts, served with its images and without its draft model.
     Reads no weights."""
+    if not variant.latent_kv:
+        folder = with_expanded_kv(folder)
     plan = choose_plan(folder, variant.weights, group=variant.group, keep=variant.keep)
     context = default_context(folder.spec) if variant.context is None else variant.context
     own = own_module(folder, variant)
@@ -439,6 +443,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "latent": spec.latent.rank if spec.latent else 0,
         "query_latent": spec.latent.query_rank if spec.latent else 0,
         "turning": spec.latent.turning if spec.latent else 0,
+        "keeps_latent": spec.latent.kept if spec.latent else False,
         "value_size": spec.value_size,
         "causal": spec.causal,
         "gated": spec.gated,

@@ -37,7 +37,7 @@ from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
 from headrace.models.draft_heads import EagleLayer, open_draft_heads
 from headrace.models.formats.model_weights import content_digest
-from headrace.models.model_folder import ModelFolder, find_model, open_model
+from headrace.models.model_folder import ModelFolder, find_model, open_model, with_expanded_kv
 from headrace.models.own_module import OwnModule, own_module
 from headrace.models.precision import parse_precision
 from headrace.models.spec import ModelSpec
@@ -82,6 +82,8 @@ def open_variant(
     check_variant(variant)
     if folder is None:
         folder = open_model(find_model(variant.model))
+    if not variant.latent_kv:
+        folder = with_expanded_kv(folder)
     if folder.spec.state_floats:
         _check_recurrent(variant)
     clock.end("folder")

@@ -61,6 +61,7 @@ def adapter_modules(folder: ModelFolder, targets: Sequence[str] = ()) -> list[Ad
         for name in folder.shapes
         if name.startswith("layers.") and is_product(name)
         for part, rows in part_slices(folder, sources, name)
+        if part.by_head is None
     ]
     known = {module.leaf for module in every}
     unknown = [target for target in targets if target not in known]

@@ -212,7 +212,7 @@ def expert_groups(config: ConfigJson, count: int, top_k: int, *, default: tuple[
 def parameter_bound(spec: ModelSpec) -> int:
     """Return an upper bound of the weights without listing tensors, since a hostile config makes that list long."""
     experts = spec.experts
-    shapes = [spec.kv_shape(layer) for layer in spec.layers]
+    shapes = [spec.head_shape(layer) for layer in spec.layers]
     attention = spec.hidden_size * 2 * max(spec.heads * size + kv_heads * size for kv_heads, size, _ in shapes)
     if (recurrent := spec.recurrent) is not None:
         attention += spec.hidden_size * (sum(recurrent.in_parts) + recurrent.inner)

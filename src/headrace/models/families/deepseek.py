@@ -1,12 +1,11 @@
 """Reads DeepSeek-V2 and V3, and models of the same blocks (Moonlight, Kimi K2): keys and values from a narrow latent,
-experts in groups, and experts that every token goes to.
-
-The KV memory holds full keys and values of every head, not the latent.
+experts in groups, and experts that every token goes to. KV memory holds the latent.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
 
@@ -30,7 +29,7 @@ from headrace.models.families.decoder import (
     layer_count,
     named_sources,
 )
-from headrace.models.families.family import TensorPart, TensorSources, architecture_of
+from headrace.models.families.family import HeadPart, TensorPart, TensorSources, architecture_of
 from headrace.models.rope import read_rope
 from headrace.models.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec
 
@@ -47,6 +46,8 @@ ignored: tuple[str, ...] = (
     "qk_head_dim",
 )
 
+_WIDEST_KEY: Final = 1024  # dims, in the core's KV memory; wider latents are expanded before they are kept
+
 _NAMES: TensorNames = {
     **LLAMA_NAMES,
     **EXPERT_NAMES,
@@ -54,6 +55,8 @@ _NAMES: TensorNames = {
     "attn.q_up": ("self_attn.q_b_proj",),
     "attn.kv_latent_norm": ("self_attn.kv_a_layernorm",),
     "attn.kv_up": ("self_attn.kv_b_proj",),
+    "attn.q_to_latent": ("self_attn.kv_b_proj",),
+    "attn.v_from_latent": ("self_attn.kv_b_proj",),
     "mlp.router_bias": ("mlp.gate.e_score_correction_bias",),
     "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared.down": ("mlp.shared_experts.down_proj",),
@@ -67,11 +70,14 @@ def spec(config: ConfigJson) -> ModelSpec:
     config.refuse("attention_bias", "projections must have no biases", unless=(False,))
     config.refuse("mlp_bias", "projections must have no biases", unless=(False,))
     config.refuse("moe_layer_freq", "all layers after the dense ones must be mixtures", unless=(1,))
+    rank = config.size("kv_lora_rank", maximum=MAX_HIDDEN, default=512)
+    turning = config.size("qk_rope_head_dim", maximum=MAX_HEAD_SIZE, default=64)
     latent = LatentSpec(
-        rank=config.size("kv_lora_rank", maximum=MAX_HIDDEN, default=512),
+        rank=rank,
         query_rank=_query_rank(config),
-        turning=config.size("qk_rope_head_dim", maximum=MAX_HEAD_SIZE, default=64),
+        turning=turning,
         value_size=config.size("v_head_dim", maximum=MAX_HEAD_SIZE, default=128),
+        kept=turning + rank <= _WIDEST_KEY,
     )
     size = latent.turning + config.size("qk_nope_head_dim", maximum=MAX_HEAD_SIZE, default=128)
     if latent.value_size > size:
@@ -97,10 +103,11 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     assert spec.latent is not None
     prefix = decoder_prefix(names)
     found = dict(named_sources(spec, _NAMES, names, prefix=prefix))
-    turning, both = spec.latent.turning, spec.latent.turning + spec.latent.rank
+    rank, turning = spec.latent.rank, spec.latent.turning
+    plain, size = spec.head_size - turning, spec.head_size - turning + spec.latent.value_size
     for index in range(len(spec.layers)):
         stem, attn = f"{prefix}layers.{index}.self_attn", f"layers.{index}.attn"
-        latent = TensorPart(f"{stem}.kv_a_proj_with_mqa.weight", pairs=(both, turning), pairs_last=True)
+        latent = TensorPart(f"{stem}.kv_a_proj_with_mqa.weight", pairs=(turning + rank, turning), pairs_last=True)
         name = f"{stem}.{'q_b_proj' if spec.latent.query_rank else 'q_proj'}.weight"
         heads = TensorPart(name, pairs=(spec.head_size, turning), pairs_last=True)
         if spec.latent.query_rank:
@@ -108,6 +115,15 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
             found[f"{attn}.q_up"] = (heads,)
         else:
             found[f"{attn}.qkv"] = (heads, latent)
+        if not spec.latent.kept:
+            continue
+        for product, first, last, outputs in (
+            ("q_to_latent", 0, plain, rank),
+            ("v_from_latent", plain, size, spec.latent.value_size),
+        ):
+            rows = spec.latent.head_rows(outputs)
+            part = HeadPart(spec.heads, size, first, last, rank, rows, transposed=first == 0)
+            found[f"{attn}.{product}"] = (TensorPart(f"{stem}.kv_b_proj.weight", by_head=part),)
     return fuse_experts(found, spec, names, ("layers.{layer}.mlp",))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -10,6 +10,32 @@ from numpy.typing import NDArray
 
 from headrace.models.config_json import ConfigJson
 from headrace.models.spec import ModelSpec
+
+
+class HeadPart(msgspec.Struct, frozen=True):
+    """Some of the rows of each head, in a tensor of `heads` heads of `size` rows and `inputs` inputs.
+
+    Each head becomes a product of its own: transposed or not, and padded with rows of zeros to `rows`.
+    """
+
+    heads: int
+    size: int
+    first: int
+    last: int  # exclusive
+    inputs: int
+    rows: int
+    transposed: bool = False
+
+    @property
+    def file_shape(self) -> tuple[int, int]:
+        return self.heads * self.size, self.inputs
+
+    def of(self, data: NDArray[Any]) -> NDArray[Any]:
+        heads = data.reshape(self.heads, self.size, self.inputs)[:, self.first : self.last]
+        heads = heads.swapaxes(1, 2) if self.transposed else heads
+        padded = np.zeros((self.heads, self.rows, heads.shape[2]), dtype=data.dtype)
+        padded[:, : heads.shape[1]] = heads
+        return padded.reshape(-1, heads.shape[2])
 
 
 class TensorPart(msgspec.Struct, frozen=True):
@@ -24,7 +50,8 @@ class TensorPart(msgspec.Struct, frozen=True):
     at one place of each turn are meant. `tiled` is set where the file has the first head of every group, then the
     second, and so on: the rows before the heads, the groups, and the rows of a head. `tiled_inputs` says so of inputs:
     the groups, and the inputs of a head. `transposed` is set for [inputs, outputs], `either_way` where the shape
-    says which of both it is, and `flat` for a vector that has more dimensions in the files.
+    says which of both it is, and `flat` for a vector that has more dimensions in the files. `by_head` is set for
+    products of each head.
     """
 
     name: str
@@ -39,6 +66,7 @@ class TensorPart(msgspec.Struct, frozen=True):
     transposed: bool = False
     either_way: bool = False
     flat: bool = False
+    by_head: HeadPart | None = None
 
     def row_order(self, rows: int) -> NDArray[np.intp] | None:
         """Return which row of the file each of our rows is; None if they are in our order."""
