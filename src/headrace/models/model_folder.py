@@ -192,9 +192,12 @@ def with_expanded_kv(folder: ModelFolder) -> ModelFolder:
             parameter="latent_kv",
         )
     spec = replace(folder.spec, latent=replace(folder.spec.latent, kept=False))
-    family = family_of(ConfigJson.read(folder.path / "config.json"))
-    sources = family_sources(family, spec, folder.weights.names)
-    expanded = ModelFolder(folder.path, spec, folder.weights, sources, lambda: folder.tokenizer_files)
+    weights = folder.weights
+    if isinstance(weights, GgufWeights):
+        sources = tensor_sources(weights.file, spec, weights.names)
+    else:
+        sources = family_sources(family_of(ConfigJson.read(folder.path / "config.json")), spec, weights.names)
+    expanded = ModelFolder(folder.path, spec, weights, sources, lambda: folder.tokenizer_files)
     expanded.tokenizer_cache = folder.tokenizer_cache
     return expanded
 

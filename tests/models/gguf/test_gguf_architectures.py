@@ -11,7 +11,7 @@ import pytest
 import headrace._core as _core
 from headrace.errors import ModelError
 from headrace.models.gguf.gguf_architectures import ARCHITECTURES
-from headrace.models.model_folder import open_model
+from headrace.models.model_folder import open_model, with_expanded_kv
 from headrace.models.packing import load_tensors
 from headrace.models.precision import Precision
 from headrace.models.weight_choice import choose_plan, describe_choice
@@ -85,6 +85,16 @@ def test_codes_of_heads_in_turns_are_put_in_our_order(tmp_path: Path) -> None:
     assert isinstance(packed, _core.Packed)
     exact = folder.tensor(name).to_f32()
     assert 0 < np.abs(packed.unpack() - exact).max() < 0.01 * np.abs(exact).max()
+
+
+def test_latents_of_a_file_can_be_expanded(tmp_path: Path) -> None:
+    build_folder("deepseek3", tmp_path)
+    write_converted(tmp_path, tmp_path / "model.gguf", "deepseek2")
+    folder, file = (with_expanded_kv(open_model(path)) for path in (tmp_path, tmp_path / "model.gguf"))
+    assert file.spec.kv_shapes == folder.spec.kv_shapes != open_model(tmp_path / "model.gguf").spec.kv_shapes
+    for layer in range(len(folder.spec.layers)):
+        name = f"layers.{layer}.attn.kv_up"
+        assert np.array_equal(file.tensor(name).to_f32(), folder.tensor(name).to_f32())
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

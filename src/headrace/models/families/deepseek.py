@@ -29,7 +29,7 @@ from headrace.models.families.decoder import (
     layer_count,
     named_sources,
 )
-from headrace.models.families.family import HeadPart, TensorPart, TensorSources, architecture_of
+from headrace.models.families.family import TensorPart, TensorSources, architecture_of, products_by_head
 from headrace.models.rope import read_rope
 from headrace.models.spec import ExpertSpec, LatentSpec, LayerSpec, ModelSpec
 
@@ -104,7 +104,6 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     prefix = decoder_prefix(names)
     found = dict(named_sources(spec, _NAMES, names, prefix=prefix))
     rank, turning = spec.latent.rank, spec.latent.turning
-    plain, size = spec.head_size - turning, spec.head_size - turning + spec.latent.value_size
     for index in range(len(spec.layers)):
         stem, attn = f"{prefix}layers.{index}.self_attn", f"layers.{index}.attn"
         latent = TensorPart(f"{stem}.kv_a_proj_with_mqa.weight", pairs=(turning + rank, turning), pairs_last=True)
@@ -115,15 +114,9 @@ def sources(spec: ModelSpec, names: frozenset[str]) -> TensorSources:
             found[f"{attn}.q_up"] = (heads,)
         else:
             found[f"{attn}.qkv"] = (heads, latent)
-        if not spec.latent.kept:
-            continue
-        for product, first, last, outputs in (
-            ("q_to_latent", 0, plain, rank),
-            ("v_from_latent", plain, size, spec.latent.value_size),
-        ):
-            rows = spec.latent.head_rows(outputs)
-            part = HeadPart(spec.heads, size, first, last, rank, rows, transposed=first == 0)
-            found[f"{attn}.{product}"] = (TensorPart(f"{stem}.kv_b_proj.weight", by_head=part),)
+        if spec.latent.kept:
+            by_head = products_by_head(spec, f"{stem}.kv_b_proj.weight")
+            found |= {f"{attn}.{leaf}": parts for leaf, parts in by_head.items()}
     return fuse_experts(found, spec, names, ("layers.{layer}.mlp",))
 
 

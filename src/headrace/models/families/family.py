@@ -103,6 +103,25 @@ def _by_group(count: int, groups: int, size: int) -> NDArray[np.intp]:
 TensorSources = dict[str, tuple[TensorPart, ...]]  # canonical tensor -> its parts, joined along the rows
 
 
+def products_by_head(spec: ModelSpec, stored: str) -> dict[str, tuple[TensorPart, ...]]:
+    """Return the parts of the products by head of a layer that keeps the latent, by the ends of their names. `stored`
+    is the tensor that expands the latent."""
+    latent = spec.latent
+    assert latent is not None
+    plain = spec.head_size - latent.turning
+    size = plain + latent.value_size
+
+    def part(first: int, last: int, outputs: int) -> tuple[TensorPart, ...]:
+        rows = latent.head_rows(outputs)
+        return (
+            TensorPart(
+                stored, by_head=HeadPart(spec.heads, size, first, last, latent.rank, rows, transposed=first == 0)
+            ),
+        )
+
+    return {"q_to_latent": part(0, plain, latent.rank), "v_from_latent": part(plain, size, latent.value_size)}
+
+
 class Family(Protocol):
     """The attributes of a family module."""
 

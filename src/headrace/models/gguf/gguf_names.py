@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from headrace.models.families.family import TensorPart, TensorSources
+from headrace.models.families.family import TensorPart, TensorSources, products_by_head
 from headrace.models.spec import LayerSpec, ModelSpec, RecurrentSpec
 from headrace.models.tensor_shapes import tensor_shapes
 
@@ -30,6 +30,8 @@ NAMES: Final[GgufNames] = {
     "attn.q_up": (("attn_q_b",),),
     "attn.kv_latent_norm": (("attn_kv_a_norm",),),
     "attn.kv_up": (("attn_kv_b",),),
+    "attn.q_to_latent": (("attn_kv_b",),),
+    "attn.v_from_latent": (("attn_kv_b",),),
     "mlp.norm": (("ffn_norm",), ("post_attention_norm",), ("ffn_norm.",)),
     "mlp.gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "mlp.up": (("ffn_up",),),
@@ -149,6 +151,8 @@ def _parts(
         return _attention_parts(spec, spec.layers[int(number)], parts, pairs=pairs)
     if spec.latent is not None and stem.endswith(".attn.q_up"):
         return (_turning_last(parts[0].name, spec.head_size, spec.latent.turning),)
+    if stem.endswith(("_to_latent", "_from_latent")):
+        return products_by_head(spec, parts[0].name)[stem.rpartition(".")[2]]
     if pairs and spec.qk_norm == "each_head" and stem.endswith((".attn.q_norm", ".attn.k_norm")):
         return (TensorPart(parts[0].name, pairs=_pairs(spec), flat=True),)
     return parts
