@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import choose_isa, memory_of
@@ -17,6 +18,7 @@ from headrace.models.packing import load_tensors
 from headrace.models.vision.encoding_memory import encoding_bytes, most_patches
 from headrace.models.vision.image_layout import ImageGrid, Size
 from headrace.models.vision.image_part_digest import image_part_digest
+from headrace.models.vision.patch_layout import PatchLayout
 from headrace.models.vision.vision_folder import VisionFolder, image_bytes, open_vision, tower_bytes
 from headrace.variant import Variant
 from tests.models.vision.test_llava import write_llava
@@ -87,6 +89,13 @@ def test_larger_images_are_scaled_down_and_smaller_ones_stay(folder: Path, most:
             assert found == published
     changed = most < most_patches(vision.tower, vision.layout)
     assert (image_part_digest(bounded, vision.plan()) != image_part_digest(vision, vision.plan())) == changed
+
+
+def test_a_bound_above_the_published_one_changes_no_small_image(tmp_path: Path) -> None:
+    layout = open_vision(write_qwen(tmp_path, "qwen2.5")).layout
+    assert isinstance(layout, PatchLayout)
+    layout = replace(layout, least=layout.most // 2)
+    assert layout.within(layout.most) == layout
 
 
 def patches(vision: VisionFolder, grid: ImageGrid) -> int:

@@ -53,7 +53,9 @@ class PatchLayout(ImageLayout, frozen=True, kw_only=True):
         return self.most
 
     def within(self, pixels: int) -> PatchLayout:
-        most = max(min(self.most, pixels), self.square**2)
+        if pixels >= self.most:
+            return self
+        most = max(pixels, self.square**2)
         return replace(self, most=most, least=min(self.least, most // 4))  # growing rounds both sides up
 
     def text(self, grid: ImageGrid, texts: ImageTexts) -> str:
