@@ -5,6 +5,7 @@ What a pin holds is up to `memory/block_manager.py`; the file format is in `memo
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import re
@@ -33,9 +34,9 @@ class PinnedPrefixes:
         self._path = None
         if folder is not None and identity is not None:
             # One file for each kind of KV, because variants may share the folder.
-            self._path = (
-                folder / f"{identity.model[:16]}-{re.sub(r'[^a-z0-9]', '', identity.kv)}-{identity.arithmetic}.prefixes"
-            )
+            kind = hashlib.sha256(f"{identity.weights} {identity.block_tokens}".encode()).hexdigest()[:8]
+            kv = re.sub(r"[^a-z0-9]", "", identity.kv)
+            self._path = folder / f"{identity.model[:16]}-{kv}-{identity.arithmetic}-{kind}.prefixes"
         self._numbers = itertools.count()
         self._waiting: dict[str, PinCallback] = {}
         self.restored_tokens = 0
