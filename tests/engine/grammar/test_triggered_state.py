@@ -252,7 +252,7 @@ def test_a_tokenizer_that_cannot_follow_grammars_leaves_best_effort_text_free(
     def refuse(_: Tokenizer) -> None:
         raise RequestError("This model's tokenizer cannot follow a grammar.", parameter="grammar")
 
-    monkeypatch.setattr("headrace.engine.grammar.constraints.Vocabulary", refuse)
+    monkeypatch.setattr("headrace.engine.grammar.constraints.TokenVocabulary", refuse)
     with pytest.raises(RequestError, match="cannot follow"):
         other.compile(CALL)
     state = other.compile(Grammar("lark", CALL.text, trigger=TRIGGER, best_effort=True))

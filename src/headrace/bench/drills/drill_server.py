@@ -127,7 +127,7 @@ class DrillServer:
                 with contextlib.suppress(OSError, ValueError):
                     fields = (folder / "stat").read_text().rpartition(")")[2].split()
                     command = (folder / "cmdline").read_bytes()
-                    if int(fields[1]) == self._process.pid and b"worker" in command:
+                    if int(fields[1]) == self._process.pid and b"headrace.engine.process" in command:
                         found.append(int(folder.name))
         return found
 
