@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.bench.objectives import parse_objectives
 from headrace.bench.planning.capacity_plan import CapacityPlan, Load, PlanOptions, plan_capacity
@@ -26,6 +27,7 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.errors import RequestError
+from headrace.models.spec import LatentSpec
 from headrace.models.step_work import active_parameters
 from headrace.server.config_checks import load_config
 
@@ -92,6 +94,8 @@ def test_memory_is_that_of_weights_and_kv() -> None:
     assert own[1] < 0.85 * own[0]
     # Embedding and head stay at 16 bits, so fp8 is more than half.
     assert 0.5 < model_costs(spec, "fp8", "vllm").weights / costs.weights < 0.6
+    latent = replace(spec, latent=LatentSpec(rank=512, turning=64, value_size=128))
+    assert model_costs(latent, "bf16", "vllm").kv_token == 36_864  # 32 layers x (512 + 64) x 2 bytes
 
 
 def test_a_mixture_reads_more_experts_with_more_rows() -> None:

@@ -72,6 +72,8 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         experts = sum(_gpu_bytes(name, shape, precision) for name, shape in expert_shapes.items())
         # vLLM takes fp8 for int8 and int4.
         held = sum(heads * (key + value) for heads, key, value in spec.kv_shapes)
+        if (latent := spec.latent) is not None:  # vLLM keeps it once, as key and value
+            held = len(spec.layers) * (latent.turning + latent.rank)
         kv_token = held * (2.0 if kv == "bf16" else 1.0)
         embed = 2.0 * math.prod(shapes["embed"])
     count = spec.experts.count if spec.experts else 0
