@@ -119,6 +119,7 @@ class Pipeline:
         self.handles: list[Handle] = []
         self.configs: list[GenerationConfig] = []
         self.failure: str | None = None
+        self.rejection: str | None = None  # of the next requests
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
@@ -127,6 +128,8 @@ class Pipeline:
         return Metrics()
 
     def add_request(self, number: int, prompt: Tensor, config: GenerationConfig) -> Handle:
+        if self.rejection is not None:
+            raise RuntimeError(self.rejection)
         self.configs.append(config)
         self.handles.append(Handle(prompt.data[0].tolist(), config.max_new_tokens))
         return self.handles[-1]

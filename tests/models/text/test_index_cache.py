@@ -160,6 +160,15 @@ def test_a_damaged_index_is_written_again(tmp_path: Path, damage: bytes | str | 
     assert build(tmp_path).encode("the fox") == whole.encode("the fox")
 
 
+def test_half_a_surrogate_pair_in_a_configuration_fails_no_start(tmp_path: Path) -> None:
+    _, second = both(tmp_path, modern, {**CHATTING, "note": "\ud83d"})
+    assert is_indexed(second)
+    first, second = both(tmp_path, modern, {**CONFIG, "chat_template": "a\ud83d {{ messages[0].content }}"})
+    assert not is_indexed(second)
+    chat = [{"role": "user", "content": "the"}]
+    assert second.apply_template(chat) == first.apply_template(chat)
+
+
 def changed_file(folder: Path, name: str, change: Callable[[Any], None]) -> None:
     content = json.loads((folder / name).read_text())
     change(content)

@@ -99,6 +99,20 @@ async def test_a_part_of_the_next_turn_does_not_overtake_those_that_wait() -> No
 
 
 @asynchronous
+async def test_a_full_connection_is_noticed_within_a_turn() -> None:
+    connection, cycle = opened()
+    await cycle.send(start())
+    for part in (b"a", b"b", b"c" * 8192):
+        cycle.push(part)
+    assert connection.written[2:] == [b"1\r\nb\r\n2000\r\n" + b"c" * 8192 + b"\r\n"]
+    for _ in range(100):
+        cycle.push(b"d")
+    assert len(connection.written) == 4
+    await asyncio.sleep(0)
+    assert b"".join(connection.written[3:]) == b"1\r\nd\r\n" * 100
+
+
+@asynchronous
 async def test_the_end_comes_after_the_parts_that_wait() -> None:
     connection, cycle = opened()
     await cycle.send(start())

@@ -126,6 +126,26 @@ async def test_what_it_does_not_take_is_a_400(client: Client, fields: dict[str, 
     assert expected in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@asynchronous
+async def test_a_request_that_the_pipeline_rejects_ends_no_other(client: Client, stream: bool) -> None:
+    client.pipeline.rejection = "Check 'compiled' failed at sampler.cpp:7:\nunknown type in the schema\n"
+    status, answer = await client.chat("a", stream=stream)
+    assert status == 400
+    assert answer["error"]["message"] == "OpenVINO GenAI rejects the request: unknown type in the schema"
+    client.pipeline.rejection = None
+    assert (await client.chat("ab.", temperature=0.0))[0] == 200
+    assert (await client.call("GET", "/health"))[0] == 200
+
+
+def test_a_request_that_comes_while_the_pipeline_breaks_gets_an_end() -> None:
+    thread = PipelineThread(fake_genai, fake_genai.Pipeline())
+    thread.broken = "no memory"  # it steps no more, after its caller has looked
+    ends: list[str | None] = []
+    thread.submit(fake_genai.Tensor([[97]]), fake_genai.GenerationConfig(), lambda _tokens, reason: ends.append(reason))
+    assert ends == ["error"]
+
+
 @asynchronous
 async def test_others_are_refused(client: Client) -> None:
     assert (await client.call("POST", "/v1/completions", b"{", key="wrong"))[0] == 401

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
-
-import msgspec
 
 from headrace.models.text.control_tokens import ControlTokens, encoding_of
 from headrace.models.text.indexed_tokenizer import IndexedTokenizer, StoredTemplate, as_indexed
@@ -46,7 +45,7 @@ class IndexPlace:
             (files.config, sorted(files.special_tokens.items())),
             sorted((name, source) for name, (source, _) in self._sources.items()),
         )
-        digest = hashlib.sha256(msgspec.json.encode(facts))
+        digest = hashlib.sha256(json.dumps(facts).encode())  # which takes half of a surrogate pair, as JSON does
         digest.update(data)
         self.path = cache / "tokenizers" / f"{digest.hexdigest()[:40]}.index"
 
@@ -77,7 +76,7 @@ class IndexPlace:
         self._data = None
         if found is None:
             return
-        with contextlib.suppress(OSError):  # full or read-only
+        with contextlib.suppress(OSError, UnicodeEncodeError):  # full or read-only; a template with half a pair
             write_index(self.path, *found)
             _drop_oldest(self.path.parent)
 

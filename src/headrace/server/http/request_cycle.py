@@ -22,6 +22,8 @@ GONE: Final = "headrace.gone"  # calls back once, in an iteration of the event l
 
 STATUS: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 _REST: Final = 64 * 1024  # unwanted bytes of a body that are read to keep the connection
+_TOGETHER: Final = 64  # parts of a body that are written at once
+_LARGE: Final = 4 * 1024  # bytes of a part that waits for no others
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
@@ -186,6 +188,8 @@ class RequestCycle:
                 if not self._gathered:
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._gathered.append(data)
+                if len(self._gathered) >= _TOGETHER or len(data) > _LARGE:
+                    self._flush()  # so that a full write buffer is noticed within the turn
         elif not self.lost:
             self._write(body, more=True)
         return not connection.full

@@ -120,6 +120,8 @@ class OpenAiApp:
         try:
             while reason is None:
                 tokens, reason = await arrivals.get()
+                if generation.rejection:
+                    raise RequestError(f"OpenVINO GenAI rejects the request: {generation.rejection}")
                 if reason == "error":
                     raise _RefusalError(500, self._thread.broken or "The request does not fit into the KV memory.")
                 if reason != "gone":

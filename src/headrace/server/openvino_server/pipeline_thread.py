@@ -8,6 +8,7 @@ The pipeline batches continuously and shares the KV of equal beginnings; this cl
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -27,6 +28,7 @@ class OpenVinoGeneration:
         self.receive: Final = receive
         self.cancelled = False
         self.handle: Any = None
+        self.rejection = ""  # why the pipeline does not take it
 
 
 class PipelineThread(threading.Thread):
@@ -46,6 +48,8 @@ class PipelineThread(threading.Thread):
     def submit(self, prompt: Any, config: Any, receive: Receiver) -> OpenVinoGeneration:
         generation = OpenVinoGeneration(prompt, config, receive)
         self._coming.put(generation)
+        if self.broken:  # perhaps since the caller looked
+            self._fail_waiting()
         return generation
 
     def cancel(self, generation: OpenVinoGeneration) -> None:
@@ -65,10 +69,17 @@ class PipelineThread(threading.Thread):
                     running = [generation for generation in running if not self._deliver(generation)]
         except Exception as error:  # the pipeline is of no use afterwards, and its health check says so
             self.broken = f"{type(error).__name__}: {error}"
-            while not self._coming.empty():
-                running += [generation for generation in (self._coming.get(),) if generation is not None]
             for generation in running:
                 generation.receive([], "error")
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """End the requests that a broken pipeline has not taken. Several threads may do it at once."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                generation = self._coming.get_nowait()
+                if generation is not None:
+                    generation.receive([], "error")
 
     def _take_new(self, running: list[OpenVinoGeneration]) -> None:
         """Add the requests that have come; wait for one if nothing runs."""
@@ -77,11 +88,18 @@ class PipelineThread(threading.Thread):
             if generation is None:
                 if not running:
                     continue
-            elif not generation.cancelled:
+            elif not generation.cancelled and self._add(generation):
                 running.append(generation)
-                generation.handle = self._pipeline.add_request(
-                    next(self._numbers), generation.prompt, generation.config
-                )
+
+    def _add(self, generation: OpenVinoGeneration) -> bool:
+        """Hand a request to the pipeline. Return whether it is taken: what is wrong with one ends no other."""
+        try:
+            generation.handle = self._pipeline.add_request(next(self._numbers), generation.prompt, generation.config)
+        except Exception as error:
+            generation.rejection = last_line(error)
+            generation.receive([], "error")
+            return False
+        return True
 
     def _left(self, generation: OpenVinoGeneration) -> bool:
         if generation.cancelled:
@@ -104,6 +122,11 @@ class PipelineThread(threading.Thread):
         if (tokens or ended) and not generation.cancelled:
             generation.receive(tokens, reason if ended else None)
         return ended
+
+
+def last_line(error: Exception) -> str:
+    """Return what its message says at the end: the lines before name places in OpenVINO's source."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 class TextPieces:

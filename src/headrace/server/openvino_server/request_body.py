@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.errors import RequestError
+from headrace.server.openvino_server.pipeline_thread import last_line
 
 _MOST_NEW = 32_768  # tokens of an answer that sets no bound
 
@@ -94,7 +95,7 @@ def generation_config(genai: Any, body: RequestBody, room: int | None) -> Any:
     try:
         config.validate()
     except RuntimeError as error:
-        raise RequestError(f"OpenVINO GenAI rejects the settings: {_last_line(error)}") from None
+        raise RequestError(f"OpenVINO GenAI rejects the settings: {last_line(error)}") from None
     return config
 
 
@@ -103,8 +104,3 @@ def _schema(given: ResponseFormat | None) -> str | None:
         return None
     schema: dict[str, Any] = {"type": "object"} if given.json_schema is None else given.json_schema.schema
     return msgspec.json.encode(schema).decode()
-
-
-def _last_line(error: Exception) -> str:
-    """Return what its message says at the end: the lines before name places in OpenVINO's source."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
