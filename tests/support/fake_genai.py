@@ -97,6 +97,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoded:
         return Encoded(text)
 
+    def get_vocab_vector(self) -> list[str]:
+        return [chr(token) for token in range(256)]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 

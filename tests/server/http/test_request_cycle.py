@@ -82,6 +82,7 @@ async def test_the_first_part_of_a_turn_is_written_at_once_and_the_others_togeth
     await asyncio.sleep(0)
     assert connection.written[2:] == [b"2\r\nbb\r\n3\r\nccc\r\n"]
     connection.now = 1.0
+    assert cycle.push(b"")  # an empty chunk would end the body
     cycle.push(b"d")
     assert connection.written[3:] == [b"1\r\nd\r\n"]
 

@@ -150,6 +150,9 @@ def test_a_request_that_comes_while_the_pipeline_breaks_gets_an_end() -> None:
 async def test_others_are_refused(client: Client) -> None:
     assert (await client.call("POST", "/v1/completions", b"{", key="wrong"))[0] == 401
     assert (await client.call("POST", "/v1/completions", b"{"))[0] == 400
+    for ids in ([256], [-1], [2**62]):
+        status, data = await client.call("POST", "/v1/completions", {"prompt": ids})
+        assert (status, b"Expected token ids from 0 to 255." in data) == (400, True)
     assert (await client.call("GET", "/v1/embeddings"))[0] == 404
     status, data = await client.call("GET", "/v1/models")
     assert (status, json.loads(data)["data"][0]["id"]) == (200, "letters")

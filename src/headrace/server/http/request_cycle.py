@@ -179,6 +179,8 @@ class RequestCycle:
     def push(self, body: bytes) -> bool:
         """Write a part of the body without waiting. Return whether there is room for more. See PUSH."""
         connection = self._connection
+        if not body:  # an empty chunk would end the response
+            return not connection.full
         if self._chunked and not (self.lost or self.complete or self._head):  # the common case; otherwise see `_write`
             data, now = b"%x\r\n%b\r\n" % (len(body), body), connection.time()
             if now != self._pushed_at and not self._gathered:

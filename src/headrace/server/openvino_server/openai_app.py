@@ -44,6 +44,7 @@ class OpenAiApp:
         self._pipeline = pipeline
         self._openvino = openvino
         self._tokenizer = pipeline.get_tokenizer()
+        self._vocabulary = len(self._tokenizer.get_vocab_vector())
         self._thread = thread
         self._name = name
         self._key = key
@@ -138,6 +139,8 @@ class OpenAiApp:
     def _prompt(self, body: RequestBody) -> Any:
         """Return the prompt's tokens, of shape (1, tokens)."""
         if isinstance(body.prompt, list):
+            if not all(0 <= token < self._vocabulary for token in body.prompt):
+                raise RequestError(f"Expected token ids from 0 to {self._vocabulary - 1}.", parameter="prompt")
             return self._openvino.Tensor(np.array([body.prompt], dtype=np.int64))
         if body.messages is None:
             return self._tokenizer.encode(body.prompt).input_ids
