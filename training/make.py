@@ -27,7 +27,7 @@ from training.decoder import Decoder
 from training.distil import Teacher
 from training.files import copy_model, copy_tokenizer, digest, read_checkpoint, read_model, write_model
 from training.optimiser import RATES, Kind
-from training.rows import Drill, Stream, Task, load_tasks, pool
+from training.rows import MIXTURE, Drill, Stream, Task, load_tasks, pool
 from training.shape import DRAFT, MINI, TOY_DRAFT, TOY_MINI, Shape
 from training.tokenizer import read, text_of, write, write_text
 from training.tokenizer import train as train_tokenizer
@@ -59,6 +59,7 @@ class Recipe:
     start: Path | None = None  # finished models, to be trained further
     peak: float = 1.0  # share of the optimiser's own learning rates
     blend: float = 1.0  # share of mini's new weights in what it ships with, where it was trained further
+    new_facts: int = 1  # how many times as often as others facts come that the bundled models have not learnt
     drill: Drill = Drill()  # noqa: RUF009 - it is frozen
     pace: Pace = Pace()  # noqa: RUF009 - it is frozen
     precisions: tuple[tuple[str, str], ...] = evaluate.PRECISIONS
@@ -113,19 +114,21 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         begun=None if start is None else digest(start),
     )
     blend = recipe.blend if mini else 1.0
-    made = {**settings.as_json(), "blend": blend}
+    made = {**settings.as_json(), "blend": blend, "new_facts": recipe.new_facts}
     folder = recipe.folder / name
     if finished(folder, made):
         return
     tokenizer_folder = recipe.folder / "tokenizer"
     # The draft learns from mini's own probabilities, in part on what mini itself would answer.
     teacher = None if mini else Teacher.load(recipe.model("mini"), recipe.threads)
+    asked, mixture = emphasised(tasks, recipe.new_facts)
     stream = Stream(
-        tasks,
+        asked,
         read(tokenizer_folder),
         seed=recipe.seed,
         step_tokens=recipe.step_tokens,
         pool_size=recipe.pool_size,
+        mixture=mixture,
         retell=None if teacher is None else teacher.answers,
         drill=recipe.drill if mini else None,
     )
@@ -155,6 +158,15 @@ def make_model(recipe: Recipe, tasks: Mapping[str, Task], name: str) -> None:
         model = blended(read_model(start), model, blend)
     milestone(model, 1.0)
     write_text(folder / "done.json", json.dumps(made, indent=2) + "\n")
+
+
+def emphasised(tasks: Mapping[str, Task], times: int) -> tuple[Mapping[str, Task], Mapping[str, float]]:
+    """Return tasks and mixture in which facts that the bundled models have not learnt come `times` as often."""
+    if times == 1 or facts.TASK not in tasks:
+        return tasks, MIXTURE
+    learnt = evaluate.learnt_facts()
+    task = facts.Emphasised({name: times for name, digest in facts.digests().items() if learnt.get(name) != digest})
+    return {**tasks, facts.TASK: task}, {**MIXTURE, facts.TASK: MIXTURE[facts.TASK] * task.growth()}
 
 
 def finished(folder: Path, made: Mapping[str, Any]) -> bool:
@@ -238,6 +250,11 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--blend", type=float, help="share of mini's new weights, the others are --start's; 1 by default"
     )
+    parser.add_argument(
+        "--new-facts",
+        type=int,
+        help="how many times as often facts come that the bundled models have not learnt; once by default",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -262,7 +279,18 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         )
     changed: dict[str, Any] = {
         name: value
-        for name in ("folder", "start", "peak", "blend", "tokens", "draft_tokens", "step_tokens", "threads", "sample")
+        for name in (
+            "folder",
+            "start",
+            "peak",
+            "blend",
+            "new_facts",
+            "tokens",
+            "draft_tokens",
+            "step_tokens",
+            "threads",
+            "sample",
+        )
         if (value := getattr(options, name)) is not None
     }
     if options.start is not None:
@@ -282,6 +310,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if recipe.blend != 1.0 and (recipe.start is None or not 0.0 < recipe.blend < 1.0):
         print("--blend is a share between 0 and 1, and needs --start", file=sys.stderr)
+        return 2
+    if recipe.new_facts < 1:
+        print("--new-facts is a number of times, 1 or more", file=sys.stderr)
         return 2
     try:
         run(recipe, steps, load_tasks())

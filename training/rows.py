@@ -111,13 +111,15 @@ def load_tasks(names: Sequence[str] = tuple(MIXTURE)) -> dict[str, Task]:
     return {name: cast(Task, importlib.import_module(f"training.corpus.{name}")) for name in names}
 
 
-def pool(tasks: Mapping[str, Task], seed: int, number: int, size: int) -> list[Conversation]:
+def pool(
+    tasks: Mapping[str, Task], seed: int, number: int, size: int, mixture: Mapping[str, float] = MIXTURE
+) -> list[Conversation]:
     """Return about `size` conversations in the proportions of the mixture, in random order."""
     random = Random(f"{seed}/{number}")
-    total = sum(MIXTURE.get(name, 10.0) for name in tasks)
+    total = sum(mixture.get(name, 10.0) for name in tasks)
     drawn: list[Conversation] = []
     for name, task in tasks.items():
-        count = max(1, round(size * MIXTURE.get(name, 10.0) / total))
+        count = max(1, round(size * mixture.get(name, 10.0) / total))
         drawn += task.conversations(Random(f"{seed}/{number}/{name}"), count)
     random.shuffle(drawn)
     return drawn
@@ -134,6 +136,7 @@ class Stream:
         seed: int,
         step_tokens: int,
         pool_size: int = 2048,
+        mixture: Mapping[str, float] = MIXTURE,
         retell: Retell | None = None,
         drill: Drill | None = None,
     ) -> None:
@@ -145,6 +148,7 @@ class Stream:
         self.seed = seed
         self.step_tokens = step_tokens
         self.pool_size = pool_size
+        self.mixture = mixture
         special = tokenizer.get_added_tokens_decoder()
         self.ordinary = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
         marks = (BEGIN, END, USER, ASSISTANT)
@@ -206,7 +210,7 @@ class Stream:
         return rows
 
     def _rows_of_conversations(self, number: int, count: int) -> list[Row]:
-        conversations = pool(self.tasks, self.seed, number, count)
+        conversations = pool(self.tasks, self.seed, number, count, self.mixture)
         texts = [text_of(conversation.turns, conversation.tools) for conversation in conversations]
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         rows = [

@@ -191,6 +191,17 @@ def test_every_fact_is_learnt_equally_often() -> None:
     assert last == {fact.answer: 3 for fact in facts.facts()}
 
 
+def test_new_facts_come_more_often_and_the_others_as_often_as_before() -> None:
+    known = facts.facts()
+    task = facts.Emphasised({fact.id: 3 for fact in known[:10]})
+    last: dict[str, int] = {}
+    for conversation in task.conversations(Random(2), round(2 * task.growth() * len(known))):
+        answer = conversation.turns[-1].content
+        last[answer] = last.get(answer, 0) + 1
+    assert last == {fact.answer: 6 if number < 10 else 2 for number, fact in enumerate(known)}
+    assert task.questions() == facts.questions()
+
+
 def test_recalled_values_are_those_that_the_user_gave() -> None:
     for question in talk.questions():
         told = " ".join(turn.content for turn in question.turns if turn.role == "user")

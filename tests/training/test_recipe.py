@@ -405,6 +405,24 @@ def test_continued_training_blends_old_and_new_weights(
     assert make.main(["--toy", "--folder", str(tmp_path), "--start", str(model_folder), "--blend", "1.5"]) == 2
 
 
+def test_facts_that_the_bundled_models_have_not_learnt_are_emphasised(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = facts.digests()
+    new = list(digests)[:3]
+    learnt = {name: digest for name, digest in digests.items() if name not in new[:2]} | {new[2]: "changed"}
+    monkeypatch.setattr(evaluate, "learnt_facts", lambda: learnt)
+    tasks, mixture = make.emphasised(load_tasks(), 5)
+    assert tasks["facts"] == facts.Emphasised(dict.fromkeys(new, 5))
+    assert mixture == {**MIXTURE, "facts": pytest.approx(MIXTURE["facts"] * (1 + 3 * 4 / len(digests)))}
+    assert make.emphasised(tasks, 1) == (tasks, MIXTURE)
+    drawn = pool(tasks, 1, 0, 400, mixture)
+    assert sum(conversation.task == "facts" for conversation in drawn) > 400 * MIXTURE["facts"] / sum(MIXTURE.values())
+
+
+def test_new_facts_must_be_a_number_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make.main(["--toy", "--folder", str(tmp_path), "--new-facts", "0"]) == 2
+    assert "--new-facts" in capsys.readouterr().err
+
+
 def test_the_drill_comes_first_and_is_predictable_by_copying(tokenizer_folder: Path) -> None:
     tasks, tokenizer = load_tasks(("facts",)), read(tokenizer_folder)
     batches = Stream(tasks, tokenizer, seed=0, step_tokens=2048, pool_size=100, drill=Drill(pools=1))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -194,13 +194,17 @@ def question_and_answer(
     return (Turn("user", as_asked(random, text)), Turn("assistant", fact.answer)), key_of(fact, question)
 
 
-def conversations(random: Random, count: int) -> Iterator[Conversation]:
-    """Yield conversations that end with each fact equally often: facts come from shuffled rounds of all."""
+def conversations(random: Random, count: int, times: Mapping[str, int] | None = None) -> Iterator[Conversation]:
+    """Yield conversations that end with each fact equally often: facts come from shuffled rounds of all.
+
+    `times` says how often a fact comes in a round, by its id; once by default.
+    """
     known = facts()
+    round_of = [fact for fact in known for _ in range((times or {}).get(fact.id, 1))]
     order: list[Fact] = []
     for _ in range(count):
         if not order:
-            order = random.sample(known, len(known))
+            order = random.sample(round_of, len(round_of))
         last = order.pop()
         turns: list[Turn] = [Turn("system", random.choice(SYSTEMS))] if random.random() < 0.2 else []
         keys: list[str] = []
@@ -214,6 +218,23 @@ def conversations(random: Random, count: int) -> Iterator[Conversation]:
             turns += (user, assistant)
             keys.append(key)
         yield Conversation(TASK, tuple(turns), key=BETWEEN_KEYS.join(keys))
+
+
+@dataclass(frozen=True)
+class Emphasised:
+    """This task with some facts several times as often as the others."""
+
+    times: Mapping[str, int]  # by the facts' ids
+
+    def conversations(self, random: Random, count: int) -> Iterator[Conversation]:
+        return conversations(random, count, self.times)
+
+    def questions(self) -> list[Question]:
+        return questions()
+
+    def growth(self) -> float:
+        """Return how many times as many conversations leave the other facts as often as before."""
+        return 1.0 + sum(times - 1 for times in self.times.values()) / len(facts())
 
 
 def questions() -> list[Question]:
