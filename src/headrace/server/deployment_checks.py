@@ -115,7 +115,11 @@ def _options(folder: ModelFolder, variant: Variant, where: str) -> Iterator[Find
     # What is free now says little: the server that this configuration replaces may be running.
     if installed and need.total > installed:
         place = where if variant.kv_tokens is None else f"{where}.kv_tokens"
-        others = ((need.images, "the image part"), (need.drafts, "the prediction module"))
+        others = (
+            (need.images, "the image part"),
+            (need.drafts, "the prediction module"),
+            (need.scratch, "latent attention"),
+        )
         besides = "".join(f", besides {gib(size)} of {name}" for size, name in others if size)
         yield (
             place,

@@ -68,7 +68,7 @@ def _add(result: ConfiguredMemory, variant: Variant, replicas: int, shared: set[
         raise HeadraceError(f"{variant.model} is not on this machine")
     need = memory_of(open_model(path), variant)
     result.kv += need.kv * replicas
-    result.weights += need.drafts * replicas
+    result.weights += (need.drafts + need.scratch) * replicas
     if (images := f"{path} images") not in shared:
         shared.add(images)
         result.weights += need.images

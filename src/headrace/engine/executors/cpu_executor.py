@@ -22,6 +22,7 @@ from headrace.engine.executors.block_kv import MOST_PAGES, PAGE_TOKENS, BlockKv,
 from headrace.engine.executors.default_sizes import default_context, usable_cores
 from headrace.engine.executors.executor import Capacity, StepBatch, StepResult, StepTicket
 from headrace.engine.executors.executor import SampleBatch as AnyRows
+from headrace.engine.executors.latent_scratch import latent_scratch
 from headrace.engine.executors.memory import MemoryNeed, check_memory
 from headrace.engine.executors.pooled_head import PooledHead
 from headrace.engine.executors.sampler import CoreSampleBatch, Sampler
@@ -75,7 +76,9 @@ def memory_of(folder: ModelFolder, variant: Variant) -> MemoryNeed:
     context = default_context(folder.spec) if variant.context is None else variant.context
     own = own_module(folder, variant)
     kv = parse_kv_type(variant.kv)
-    need = _memory_need(folder, plan, kv, context, variant.kv_tokens, own, block_tokens=variant.kv_block)
+    need = _memory_need(
+        folder, plan, kv, context, variant.kv_tokens, own, block_tokens=variant.kv_block, rows=variant.max_rows
+    )
     return msgspec.structs.replace(need, images=image_bytes(folder.path, variant.image_weights, variant.image_patches))
 
 
@@ -88,6 +91,7 @@ def _memory_need(
     own: OwnModule | None,
     *,
     block_tokens: int,
+    rows: int,
 ) -> MemoryNeed:
     spec = folder.spec
     blocks_each = -(-context // block_tokens)
@@ -95,6 +99,7 @@ def _memory_need(
     drafts = 0
     if own is not None:
         drafts = own.weight_bytes + blocks * block_bytes(own.folder.spec.kv_shapes, kv, block_tokens)
+        drafts += latent_scratch(own.folder.spec, rows)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
@@ -102,6 +107,7 @@ def _memory_need(
         kv_tokens=blocks * block_tokens,
         states=4 * spec.state_floats * state_slots(spec),
         drafts=drafts,
+        scratch=latent_scratch(spec, rows),
     )
 
 
@@ -233,7 +239,7 @@ class CpuExecutor:
         if not spec.causal:
             max_rows = max(max_rows, length)  # such a sequence is computed in one piece
         max_rows = max(max_rows, spec.image_span)  # and so is an image whose tokens see each other
-        need = _memory_need(folder, plan, kv_type, length, kv_tokens, own, block_tokens=kv_block)
+        need = _memory_need(folder, plan, kv_type, length, kv_tokens, own, block_tokens=kv_block, rows=max_rows)
         need = msgspec.structs.replace(need, images=images)
         blocks, blocks_each = need.kv_tokens // kv_block, -(-length // kv_block)
 

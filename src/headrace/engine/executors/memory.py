@@ -1,7 +1,7 @@
 """Compares the memory that a model needs with what this process may use, before anything is read.
 
-Counts what a step touches: the packed weights and the KV memory, and the weights of the image part with the memory that
-its largest image takes. Other scratch memory and the tokenizer are small beside.
+Counts what a step touches: the packed weights and the KV memory, the rows of latent attention, and the weights of the
+image part with the memory that its largest image takes. Other scratch memory and the tokenizer are small beside.
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     states: int = 0  # recurrent states
     images: int = 0  # of the image part, where images are read: weights, and to encode the largest
     drafts: int = 0  # weights and KV memory of the model's own prediction module, where it drafts
+    scratch: int = 0  # of latent attention, for the rows of a step
 
     @property
     def kv(self) -> int:
         return self.kv_token * self.kv_tokens
 
     @property
+    def besides(self) -> int:
+        """Bytes that do not depend on the precision of the weights or the size of the KV cache."""
+        return self.states + self.images + self.drafts + self.scratch
+
+    @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states + self.images + self.drafts
+        return self.weights + self.kv + self.besides
 
 
 def check_memory(
@@ -63,6 +69,7 @@ def check_memory(
     others = (
         (need.states, "recurrent states"),
         (need.drafts, "its prediction module"),
+        (need.scratch, "its latent attention"),
         (need.images, "its image part"),
     )
     besides = " and ".join(f"{gib(size)} of {name}" for size, name in others if size)
@@ -77,7 +84,7 @@ def check_memory(
 def _offers(
     need: MemoryNeed, weights_at: Callable[[str], int], available: int, *, sequence: int, sequences: int | None
 ) -> Iterator[str]:
-    fixed = need.states + need.drafts + need.images
+    fixed = need.besides
     smaller = [(each, at) for each in OFFERED if (at := weights_at(each)) < need.weights]
     for precision, weights in smaller:
         if weights + need.kv + fixed <= available:
