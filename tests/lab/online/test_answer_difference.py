@@ -32,3 +32,17 @@ def test_a_summary_has_shares_means_and_percentiles() -> None:
     assert (found["lowest_similarity"], found["length_ratio"]) == (0.5, 1.5)
     assert found["served"]["e2e"]["p95_ms"] == pytest.approx(1000, rel=0.02)
     assert found["other"]["e2e"]["p50_ms"] == pytest.approx(2000, rel=0.02)
+
+
+def test_first_outputs_are_compared_only_where_both_are_known() -> None:
+    summary = DifferenceSummary()
+    held_back = AnswerText("one", 4, 1.0, 0.0)
+    summary.add(held_back, answer("one"), 1.0)
+    summary.add(answer("one"), held_back, 1.0)
+    found = summary.as_json()
+    assert (found["served"]["ttft"], found["other"]["ttft"]) == (None, None)
+    assert found["served"]["e2e"] is not None
+    summary.add(answer("one", seconds=2.0), answer("one", seconds=4.0), 1.0)
+    found = summary.as_json()
+    assert found["served"]["ttft"]["p50_ms"] == pytest.approx(500, rel=0.02)
+    assert found["other"]["ttft"]["p50_ms"] == pytest.approx(1000, rel=0.02)

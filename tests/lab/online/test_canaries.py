@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator, Callable
@@ -110,6 +111,52 @@ async def test_worse_quality_on_pairs_is_rolled_back(tmp_path: Path) -> None:
         assert shown["evidence"]["control"]["quality"] == 1.0
         assert shown["evidence"]["candidate"]["quality"] < 0.5
         assert shown["evidence"]["agreement"]["compared"] == 16
+
+
+@asynchronous
+async def test_copies_wait_for_an_idle_server_unless_they_may_run_at_any_time(tmp_path: Path) -> None:
+    for when, waits in ((None, True), ("idle", True), ("always", False)):
+        async with trying(tmp_path / str(when), pairs=1.0, reference="mini@golden", when=when) as (
+            running,
+            _,
+            canaries,
+        ):
+            await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
+            running.server.context.running += 1  # a request that is still answered
+            assert await chat(running, 1) in ("mini", "mini@new")
+            quality = canaries._evidence["mini"].rates["quality"].worse
+            if waits:
+                await asyncio.sleep(0)
+                assert (canaries.copies.tokens_today, quality.values) == (0, 0)
+                running.server.context.running -= 1
+            await until(lambda: quality.values == 1)  # noqa: B023
+            running.server.context.running = 0
+
+
+@asynchronous
+async def test_copies_for_upstreams_run_at_any_time(tmp_path: Path) -> None:
+    async with trying(tmp_path, reference="mini@golden") as (running, _, canaries):
+        await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
+        record = canaries.operations.records()["mini"]
+        assert canaries._when("mini", record, "control") == "idle"
+        canaries._runs_here = lambda served: served.name == "mini"
+        assert canaries._when("mini", record, "control") == "always"  # the candidate and the reference answer
+        assert canaries._when("mini", record, "candidate") == "idle"  # the control answers
+
+
+@asynchronous
+async def test_no_stage_ends_before_the_quality_was_measured(tmp_path: Path) -> None:
+    settings = {"stage_requests": 1, "stage_s": 1e-9, "promote": "auto", "reference": "mini@golden", "pairs": 1.0}
+    async with trying(tmp_path, **settings) as (running, _, canaries):
+        await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
+        running.server.context.running += 1
+        await ask_many(running, 20)
+        await canaries.look()
+        assert canaries.operations.records()["mini"].phase == "running"
+        running.server.context.running -= 1
+        await until(lambda: canaries._evidence["mini"].arms["candidate"].mean("quality") is not None)
+        await canaries.look()
+        assert canaries.operations.records()["mini"].phase == "promoted"
 
 
 @asynchronous

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from headrace.config import KeyConfig, ModelConfig
 from headrace.config.cache_section import ExactConfig
-from headrace.config.routing_section import RoutingConfig, ShadowConfig
+from headrace.config.routing_section import GoldenConfig, RoutingConfig, ShadowConfig
 from headrace.config.tenant_section import TenantConfig
 from headrace.engine.interface.request import AdapterRef
 from headrace.engine.process.client_errors import OverloadedError, WorkerLostError
@@ -31,12 +31,12 @@ async def shadowed(folder: Path, **changes: Any) -> AsyncGenerator[tuple[Caching
     """A server whose `mini` has a shadow with an engine of its own."""
     sections = {"keys": changes.pop("keys", KEYS), "exact": changes.pop("exact", ExactConfig())}
     sections["tenants"] = changes.pop("accounts", {})
-    engine = FakeEngine()
+    golden, engine = changes.pop("golden", GoldenConfig()), FakeEngine()
     other = ServedVariant(name="mini@new", engine=engine, tokenizer=tokenizer(), context=2048, fingerprint="fp_new")
     shadow = ShadowConfig(variant="mini@new", **{"share": 1.0, **changes})
     models = {"mini": ModelConfig(variants={"new": {}}), "draft": ModelConfig()}
     others = {"mini@new": other, "draft": replace(other, name="draft", engine=FakeEngine())}
-    routing = RoutingConfig(shadows={"trial": shadow})
+    routing = RoutingConfig(shadows={"trial": shadow}, golden=golden)
     async with caching(folder, routing=routing, models=models, others=others, **sections) as running:
         running.engine.answer = words("the ", "served ", "answer")
         engine.answer = words("the ", "other ", "answer")
@@ -157,6 +157,23 @@ async def test_copies_for_an_engine_of_this_machine_wait_for_an_idle_server_by_d
         assert not _runs_here(replace(config, models={**config.models, "mini": elsewhere}), served)
     async with shadowed(tmp_path, when="always") as (_, _, shadow):
         assert shadow.when == "always"
+
+
+@asynchronous
+async def test_an_answer_that_was_held_back_for_a_check_has_no_first_output_to_compare(tmp_path: Path) -> None:
+    checked = GoldenConfig(variant="draft", checks=("confidence",), confidence=0.0)
+    async with shadowed(tmp_path, golden=checked) as (running, _, shadow):
+        assert (await running.chat("Hello", key=RED)).status == 200
+        await until(lambda: shadow.total.compared == 1)
+        found = shadow.total.as_json()
+        assert (found["served"]["ttft"], found["other"]["ttft"]) == (None, None)
+        assert found["served"]["e2e"] is not None
+    async with shadowed(tmp_path / "unchecked") as (running, _, shadow):
+        await running.chat("Hello", key=RED)
+        await until(lambda: shadow.total.compared == 1)
+        found = shadow.total.as_json()
+        assert found["served"]["ttft"] is not None
+        assert found["other"]["ttft"] is not None
 
 
 @asynchronous

@@ -28,6 +28,9 @@ class CanaryConfig(Section, frozen=True):
     reference: Text | None = None  # variant that quality is measured against; default: quality is not measured
     outcome: Text = "thumbs"  # name of the feedback that counts, 0 to 1
     pairs: Share = 0.1  # share of requests that the other variants answer, too, to compare
+    # Copies begin at any time, or only while this server runs no request; default: "idle" where an engine of this
+    # machine answers them, else "always"
+    when: Literal["always", "idle"] | None = None
     tokens_per_day: Count = 1_000_000  # tokens of these copies per day (UTC)
     concurrent: Annotated[int, Meta(ge=1, le=64)] = 1  # copies at once
     queue: Annotated[int, Meta(ge=1, le=4096)] = 32  # copies that wait; further ones are dropped

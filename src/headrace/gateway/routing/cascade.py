@@ -34,6 +34,8 @@ _MAX_TOKENS: Final = 4096  # of each choice, after which the cascade decides in 
 
 
 class CascadeAnswerer(DecidingAnswerer):
+    holds_back = True
+
     def __init__(
         self,
         exchange: Exchange,

@@ -84,6 +84,7 @@ def derive_exchange(exchange: Exchange, served: ServedVariant, text_request: Tex
         shaped_at=0.0,
         first_at=0.0,
         last_at=0.0,
+        is_held_back=False,
         gaps=[],
         reading_s=0.0,
         finish="",
@@ -146,6 +147,8 @@ async def collect_choices(answers: AnswerRun, choices: list[Choice] | None = Non
 
 class CompositeAnswerer(ABC):
     """Combines several answerers into one. Its owner settles it, and it settles its parts."""
+
+    holds_back = False  # whether it keeps a first output that has come, until it knows more of the answer
 
     def __init__(
         self, exchange: Exchange, *, settled: SettledCallback | None = None, clock: Clock = time.monotonic
@@ -245,6 +248,7 @@ class CompositeAnswerer(ABC):
             exchange.shaped_at = exchange.shaped_at or part.exchange.shaped_at
             exchange.first_at = exchange.first_at or part.exchange.first_at
             exchange.last_at = part.exchange.last_at
+            exchange.is_held_back = self.holds_back or part.exchange.is_held_back
             exchange.gaps, exchange.reading_s = part.exchange.gaps, part.exchange.reading_s
             exchange.finish = part.exchange.finish
 

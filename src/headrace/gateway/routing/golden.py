@@ -37,6 +37,8 @@ AnswerCheck = Callable[[Sequence[Choice], Exchange], str | None]
 
 
 class GoldenAnswerer(DecidingAnswerer):
+    holds_back = True
+
     def __init__(
         self,
         exchange: Exchange,

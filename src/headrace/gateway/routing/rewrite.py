@@ -141,6 +141,8 @@ def drop_rewrite(exchange: Exchange) -> None:
 
 
 class RewriteAnswerer(DecidingAnswerer):
+    holds_back = True
+
     def __init__(
         self,
         exchange: Exchange,

@@ -55,6 +55,7 @@ class Exchange(msgspec.Struct, kw_only=True):
     shaped_at: float = 0.0  # when the prompt was tokenised
     first_at: float = 0.0  # when the first output came
     last_at: float = 0.0  # when the latest output came
+    is_held_back: bool = False  # the first output waited for a check of the answer, after the model had written it
     gaps: list[float] = []  # seconds between outputs
     reading_s: float = 0.0  # spent on turning outputs into deltas: text, tool calls, reasoning
     timeline: Timeline = msgspec.field(default_factory=Timeline)  # shared with the parts of a composed generation

@@ -24,7 +24,7 @@ class AnswerText(msgspec.Struct, frozen=True):
     text: str  # its content, and its tool calls as lines of JSON
     tokens: int
     seconds: float  # until its end
-    first_s: float  # until its first output
+    first_s: float  # until the model's first output; 0.0 where something held that back, or it is not known
 
     @classmethod
     def of(cls, choices: Sequence[Choice], *, tokens: int, seconds: float, first_s: float) -> AnswerText:
@@ -71,14 +71,12 @@ class DifferenceSummary(msgspec.Struct):
         self.lowest = min(self.lowest, similarity)
         self.served_tokens += served.tokens
         self.other_tokens += other.tokens
-        for sketch, seconds in (
-            (self.served_s, served.seconds),
-            (self.other_s, other.seconds),
-            (self.served_first_s, served.first_s),
-            (self.other_first_s, other.first_s),
-        ):
+        for sketch, seconds in ((self.served_s, served.seconds), (self.other_s, other.seconds)):
             if seconds > 0.0:
                 sketch.add(seconds)
+        if served.first_s > 0.0 and other.first_s > 0.0:  # so that both are of the same requests
+            self.served_first_s.add(served.first_s)
+            self.other_first_s.add(other.first_s)
 
     def as_json(self) -> dict[str, Any]:
         """Return shares, means and milliseconds; None where nothing was compared."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ SURFACE: Final = "batch"
 # Generates the answer of an exchange by its own variant, without the stages of the flow: Dispatcher.generate.
 Generate = Callable[[Exchange], Awaitable[list[Choice]]]
 Work = Coroutine[Any, Any, None]
+When = Literal["always", "idle"]  # when a copy begins: at any time, or while the server runs no request
 
 
 class CopyBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class BackgroundCopies:
         bounds: CopyBounds,
         generate: Generate,
         *,
-        is_idle: Callable[[], bool] = lambda: True,  # copies begin only then
+        is_idle: Callable[[], bool] = lambda: True,  # copies that wait for an idle server begin only then
         count: Callable[[str], None],  # counts an outcome: queue_full, budget, failed, timeout, copied, asked_again
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -80,7 +81,7 @@ class BackgroundCopies:
         self._is_idle = is_idle
         self._count = count
         self._wall = wall
-        self._queue: asyncio.Queue[Callable[[], Work]] = asyncio.Queue(bounds.queue)
+        self._queue: asyncio.Queue[tuple[Callable[[], Work], bool]] = asyncio.Queue(bounds.queue)
         self._day = 0
         self._tokens = 0  # of copies of this day
 
@@ -93,14 +94,14 @@ class BackgroundCopies:
         self._turn_day()
         return self._tokens
 
-    def submit(self, work: Callable[[], Work]) -> bool:
+    def submit(self, work: Callable[[], Work], *, when: When) -> bool:
         """Queue work that calls `answer`. Return False, and count why, if there is no room or budget."""
         self._turn_day()
         if self._tokens >= self.bounds.tokens_per_day:
             self._count("budget")
             return False
         try:
-            self._queue.put_nowait(work)
+            self._queue.put_nowait((work, when == "idle"))
         except asyncio.QueueFull:
             self._count("queue_full")
             return False
@@ -114,8 +115,8 @@ class BackgroundCopies:
 
     async def _work(self) -> None:
         while True:
-            work = await self._queue.get()
-            while not self._is_idle():
+            work, waits = await self._queue.get()
+            while waits and not self._is_idle():
                 await asyncio.sleep(_LOOK_S)
             try:
                 await work()
@@ -146,9 +147,7 @@ class BackgroundCopies:
         finally:
             self._spend(exchange)
         self._count(outcome)
-        first_s = exchange.first_at - exchange.arrival if exchange.first_at else 0.0
-        last_s = exchange.last_at - exchange.arrival if exchange.last_at else 0.0
-        return choices, AnswerText.of(choices, tokens=exchange.usage.output_tokens, seconds=last_s, first_s=first_s)
+        return choices, answer_text(exchange, choices, began=exchange.arrival)
 
     def _spend(self, exchange: Exchange) -> None:
         self._turn_day()
@@ -161,10 +160,15 @@ class BackgroundCopies:
 
 def served_text(exchange: Exchange, choices: list[Choice]) -> AnswerText:
     """Return what is compared of an answer that a client got."""
-    began = exchange.timeline.began
+    return answer_text(exchange, choices, began=exchange.timeline.began)
+
+
+def answer_text(exchange: Exchange, choices: list[Choice], *, began: float) -> AnswerText:
+    upstream = exchange.served.upstream
+    comes_at_once = exchange.is_held_back or (upstream is not None and not upstream.takes.stream)
     return AnswerText.of(
         choices,
         tokens=exchange.usage.output_tokens,
         seconds=exchange.last_at - began if exchange.last_at else 0.0,
-        first_s=exchange.first_at - began if exchange.first_at else 0.0,
+        first_s=exchange.first_at - began if exchange.first_at and not comes_at_once else 0.0,
     )

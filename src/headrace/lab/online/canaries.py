@@ -1,4 +1,4 @@
-"""Canaries: measures both arms of each running canary, rolls back what is worse, and promotes what was declared to be.
+"""Canaries: measures both arms of each running canary, rolls back a worse candidate, and promotes if declared.
 
 Decides by CanaryEvidence, changes by CanaryOperations, and saves the evidence in every evaluation period. A crash loses
 at most one period of measurements, which leaves the tests valid: they need no complete record.
@@ -24,7 +24,15 @@ from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
-from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
+from headrace.lab.online.background_copies import (
+    SURFACE,
+    BackgroundCopies,
+    Copy,
+    CopyBounds,
+    Generate,
+    When,
+    served_text,
+)
 from headrace.lab.online.canary_evidence import Arm, CanaryBounds, CanaryEvidence
 from headrace.lab.online.canary_operations import CanaryOperations, canary_json
 from headrace.lab.online.lab_store import LabStore
@@ -50,8 +58,12 @@ class Canaries:
         similarity: Similarity,
         *,
         prices: PriceBook | None = None,
+        is_idle: Callable[[], bool] = lambda: True,
+        runs_here: Callable[[ServedVariant], bool] = lambda _: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        """`is_idle`: whether the server runs no request. `runs_here`: whether an engine of this machine serves a
+        variant, so that its copies take processors from served requests."""
         self.config = config
         self.operations = operations
         self.agreement: dict[str, DifferenceSummary] = {}  # of both arms, by run
@@ -59,6 +71,7 @@ class Canaries:
         self._served = served
         self._similarity = similarity
         self._prices = prices or PriceBook()
+        self._runs_here = runs_here
         self._wall = wall
         self._evidence: dict[str, CanaryEvidence] = {}  # by control
         self._arm_of: dict[str, tuple[str, str, Arm]] = {}  # control, run and arm of recent requests, for feedback
@@ -70,7 +83,7 @@ class Canaries:
             tokens_per_day=config.tokens_per_day,
             timeout_s=config.timeout_s,
         )
-        self.copies = BackgroundCopies(bounds, generate, count=_count_copy, wall=wall)
+        self.copies = BackgroundCopies(bounds, generate, is_idle=is_idle, count=_count_copy, wall=wall)
 
     # Observing
 
@@ -101,7 +114,8 @@ class Canaries:
             evidence.note_rate(arm, "checks", float(bool(check)))
         if bucket_of(record.run, exchange.id.encode()) < self._limit and (copy := Copy.of(exchange)) is not None:
             served = served_text(exchange, list(finished.choices))
-            self.copies.submit(partial(self._compare, copy, control, record, arm, served))
+            work = partial(self._compare, copy, control, record, arm, served)
+            self.copies.submit(work, when=self._when(control, record, arm))
 
     def hear(self, request: str, outcome: str, value: float) -> None:
         """Take an outcome of a finished request."""
@@ -148,7 +162,7 @@ class Canaries:
 
     async def _compare(self, copy: Copy, control: str, record: CanaryRecord, arm: Arm, served: AnswerText) -> None:
         """Answer a request by the other arm and the reference, and note the quality of both arms."""
-        other = record.candidate if arm == "control" else control
+        other, *references = self._answering(control, record, arm)
         _, answer = await self.copies.answer(copy, self._served[other])
         by_control, by_candidate = (served, answer) if arm == "control" else (answer, served)
         agreement = self.agreement.setdefault(record.run, DifferenceSummary())
@@ -156,14 +170,24 @@ class Canaries:
         reference = self.config.reference
         if reference is None:
             return
-        if reference in (control, record.candidate):
-            best = by_control if reference == control else by_candidate
-        else:
-            _, best = await self.copies.answer(copy, self._served[reference])
+        best = by_control if reference == control else by_candidate
+        for name in references:
+            _, best = await self.copies.answer(copy, self._served[name])
         evidence = self._evidence.get(control)
         if evidence is not None and evidence.run == record.run:
             qualities = (self._similarity(each.text, best.text) for each in (by_control, by_candidate))
             evidence.note_quality(*qualities)
+
+    def _answering(self, control: str, record: CanaryRecord, arm: Arm) -> list[str]:
+        """Return the variants that answer a copy of a request that `arm` has answered."""
+        other, reference = record.candidate if arm == "control" else control, self.config.reference
+        return [other] if reference in (None, control, record.candidate) else [other, reference]
+
+    def _when(self, control: str, record: CanaryRecord, arm: Arm) -> When:
+        if self.config.when is not None:
+            return self.config.when
+        served = [self._served[name] for name in self._answering(control, record, arm)]
+        return "idle" if any(map(self._runs_here, served)) else "always"
 
     # Deciding
 
@@ -208,6 +232,8 @@ class Canaries:
         seconds = self._wall() - record.changed
         if requests - before < config.stage_requests or seconds < config.stage_s:
             return ""
+        if config.reference is not None and config.pairs and evidence.arms["candidate"].mean("quality") is None:
+            return ""  # a server that is never idle compares no pairs by default
         is_last = record.stage + 1 == len(record.stages)
         if is_last and config.proof and not evidence.is_proven:
             return ""

@@ -92,7 +92,17 @@ class OnlineLab:
         shadows = _shadows(config, services, similarity, is_idle, drift, pairs)
         writers = [name for name, each in served.items() if each.kind == "decoder"]
         operations = CanaryOperations(services.accounts.shared, writers, forbidden=_why_no_canary(config))
-        canaries = Canaries(config.canary, operations, store, served, generate, similarity, prices=prices)
+        canaries = Canaries(
+            config.canary,
+            operations,
+            store,
+            served,
+            generate,
+            similarity,
+            prices=prices,
+            is_idle=is_idle,
+            runs_here=partial(_runs_here, config),
+        )
         hard_cases = HardCases.from_config(config, directory)
         if hard_cases is not None:
             services.accounts.shared.listen(hard_cases.follow)

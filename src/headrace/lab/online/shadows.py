@@ -26,7 +26,15 @@ from headrace.gateway.routing.splits import BUCKETS, bucket_of
 from headrace.gateway.serving.exchange import Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.lab.online.answer_difference import AnswerText, DifferenceSummary, Similarity
-from headrace.lab.online.background_copies import SURFACE, BackgroundCopies, Copy, CopyBounds, Generate, served_text
+from headrace.lab.online.background_copies import (
+    SURFACE,
+    BackgroundCopies,
+    Copy,
+    CopyBounds,
+    Generate,
+    When,
+    served_text,
+)
 from headrace.lab.online.judged_requests import CopiedAnswer, JudgedRequests
 from headrace.observe import metrics
 
@@ -71,7 +79,7 @@ class Shadow:
         self._variants = frozenset(config.of)
         self._tenants = frozenset(config.tenants)
         self._limit = round(config.share * BUCKETS)
-        self.when = config.when or ("idle" if is_local else "always")
+        self.when: When = config.when or ("idle" if is_local else "always")
         bounds = CopyBounds(
             concurrent=config.concurrent,
             queue=config.queue,
@@ -81,7 +89,7 @@ class Shadow:
         self.copies = BackgroundCopies(
             bounds,
             generate,
-            is_idle=is_idle if self.when == "idle" else lambda: True,
+            is_idle=is_idle,
             count=self._count,
             wall=wall,
         )
@@ -126,7 +134,7 @@ class Shadow:
             faster, _ = apply_fast_profile(copy.text_request, self._fast, can_reason=can_reason)
             copy = msgspec.structs.replace(copy, text_request=faster.but(profile="fast"))
         answer = served_text(exchange, list(finished.choices))
-        self.copies.submit(partial(self._compare, copy, finished, answer))
+        self.copies.submit(partial(self._compare, copy, finished, answer), when=self.when)
 
     async def _compare(self, copy: Copy, finished: FinishedAnswer, served: AnswerText) -> None:
         choices, shadow = await self.copies.answer(copy, self._served)
