@@ -22,7 +22,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.requests.text_request import TextRequest
 from headrace.gateway.serving.exchange import Caller
 from tests.support.pipeline_runs import FOREVER, HITS, Call, World, hit, says
-from tests.support.running_server import asynchronous
+from tests.support.running_server import asynchronous, until
 
 RAG: dict[str, Any] = {
     "stages": ("search", "rerank", "assemble", "generate", "check"),
@@ -317,7 +317,7 @@ async def test_no_cached_result_shows_a_passage_whose_document_is_gone() -> None
     for searches in (1, 1):
         await world.run()
         assert (len(world.collection.searches), len(world.models.requests)) == (searches, 1)
-    world.pipelines.passages_removed({HITS[0].id})
+    world.collection.gone.add(HITS[0].id)
     await world.run()
     assert (len(world.collection.searches), len(world.models.requests)) == (2, 2)
     other = World(config)
@@ -326,6 +326,39 @@ async def test_no_cached_result_shows_a_passage_whose_document_is_gone() -> None
     await asyncio.gather(*other.background)
     await other.run()
     assert (len(other.collection.searches), len(other.models.requests)) == (2, 2)
+
+
+@asynchronous
+async def test_a_collection_of_the_same_name_on_another_server_shares_no_results() -> None:
+    config = rag(search=SearchStage(cache_s=60.0), generate=GenerateStage(order=("cache", "large")))
+    world = World(config)
+    await world.run()
+    world.collection.uid = "collection-2"  # another server's, beside the same shared cache
+    await world.run()
+    assert (len(world.collection.searches), len(world.models.requests)) == (2, 2)
+
+
+@asynchronous
+async def test_a_collection_that_does_not_answer_costs_the_cached_result_and_no_wait() -> None:
+    world = World(rag(generate=GenerateStage(order=("cache", "large"))))
+    await world.run()
+    world.collection.is_stuck = True
+    running = asyncio.ensure_future(world.run())
+    await until(lambda: world.clock.sleeping > 0)
+    world.clock.now += 0.1
+    await running
+    assert len(world.models.requests) == 2
+
+
+@asynchronous
+async def test_scores_are_not_those_of_other_weights_of_the_reranker() -> None:
+    world = World(rag(stages=("search", "rerank", "generate"), rerank=RerankStage(model="ranker", cache_s=60.0)))
+    for _ in range(2):
+        await world.run()
+    assert len(world.models.ranked) == 1
+    world.models.fingerprint = "fp_2"
+    await world.run()
+    assert len(world.models.ranked) == 2
 
 
 @asynchronous

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from headrace.config.pipeline_section import PipelineConfig
 from headrace.config.shaping_section import ShapingConfig
@@ -133,6 +135,7 @@ class FakeModels:
         self.requests: list[TextRequest] = []
         self.flows: list[FakeFlow] = []
         self.ranked: list[list[str]] = []
+        self.fingerprint = "fp_1"  # of every model
         self.rank_s = 0.0
         self.prices: dict[str, Price] = {}
         self.owners: set[tuple[str, str, tuple[int, ...]]] = set()  # of prefixes: owner, tenant and tokens
@@ -144,7 +147,7 @@ class FakeModels:
     def find(self, caller: Caller, name: str) -> ServedVariant:
         if name == "missing":
             raise ApiError("Unknown model 'missing'.", kind="not_found_error")
-        return served(name)
+        return replace(served(name), fingerprint=self.fingerprint)
 
     def open(self, whole: Exchange, request: TextRequest, *, shares_timeline: bool = False) -> FakeFlow:
         self.requests.append(request)
@@ -189,7 +192,15 @@ class FakeCollection:
         self.search_s = 0.0
         self.skipped: dict[str, str] = {}
         self.error: Exception | None = None
+        self.uid = "collection-1"
+        self.gone: set[str] = set()  # passages whose documents have changed or are gone
+        self.is_stuck = False  # its database does not answer
         self._clock = clock
+
+    async def has_all(self, ids: Collection[str]) -> bool:
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        return self.gone.isdisjoint(ids)
 
     async def open(self, caller: Caller, name: str) -> FakeCollection:
         if name != "docs":

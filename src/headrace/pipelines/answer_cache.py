@@ -10,6 +10,7 @@ import msgspec
 from headrace.gateway.caches.exact.cache_key import answer_shape
 from headrace.gateway.caches.results.result_cache import ResultLookup
 from headrace.gateway.folded_words import folded
+from headrace.pipelines.kept_passages import are_passages_kept, collection_uid
 from headrace.pipelines.run_state import STALE_S, RunState
 from headrace.pipelines.stage_services import StageServices
 
@@ -28,7 +29,7 @@ class RunAnswerCache:
     configuration, and on everything that shapes an answer: images, format, sampling."""
 
     def __init__(self, services: StageServices, state: RunState) -> None:
-        self._results, self._removed = services.results, services.removed
+        self._services = services
         self._state = state
         request = state.exchange.text_request
         self._shape: bytes | None = None
@@ -41,19 +42,23 @@ class RunAnswerCache:
         if self._shape is None:
             return None
         state = self._state
-        self._lookup = await self._results.look(
+        uid = await collection_uid(self._services, state)
+        if uid is None:
+            return None
+        self._lookup = await self._services.results.look(
             "answer",
             state.exchange.caller.tenant,
-            self._parts(),
+            [uid, *self._parts()],
             tags=state.config.tags,
             declared=True,
             fresh_s=state.config.generate.cache_s,
         )
         data = self._lookup.old if stale and self._lookup.data is None else self._lookup.data
         answer = None if data is None else msgspec.json.decode(data, type=StoredPipelineAnswer)
-        if answer is not None and self._removed.any_of(each["id"] for each in answer.sources):
-            return None  # a document that it was made of has changed or is gone
-        return answer
+        if answer is None:
+            return None
+        shows = await are_passages_kept(self._services, state, (each["id"] for each in answer.sources))
+        return answer if shows else None  # else a document that it was made of has changed or is gone
 
     async def store(self) -> None:
         """Keep the run's answer if it is complete and nothing was passed over."""
@@ -69,7 +74,7 @@ class RunAnswerCache:
         )
         generate = state.config.generate
         kept_s = max(generate.cache_s, STALE_S) if generate.late == "cached" else generate.cache_s
-        await self._results.keep(self._lookup, msgspec.json.encode(stored), ttl_s=kept_s)
+        await self._services.results.keep(self._lookup, msgspec.json.encode(stored), ttl_s=kept_s)
 
     def _parts(self) -> list[Any]:
         state = self._state

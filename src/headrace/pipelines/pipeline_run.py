@@ -1,8 +1,8 @@
 """PipelineRun: one request through the stages of a pipeline, as an AnswerFlow for any dialect.
 
-Each stage gets the deadline minus what later stages need. A stage that is late, or fails, is passed over, uses what is
-there, uses an earlier result or ends the pipeline, as declared; the answer says which. Model calls go through the
-gateway's flow, one each, which reserves and settles them.
+Each stage gets the deadline minus what later stages need. The configuration says what happens to a stage that is late
+or fails: it is skipped, or uses what is ready or an earlier result, or ends the pipeline. The answer says which. Model
+calls go through the gateway's flow, one each, which reserves and settles them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from headrace.pipelines.answer_cache import RunAnswerCache, StoredPipelineAnswer
 from headrace.pipelines.answer_delivery import AnswerDelivery
 from headrace.pipelines.budget_plan import StageNeed, fitted, stage_end
 from headrace.pipelines.followups import suggest_followups
+from headrace.pipelines.kept_passages import are_passages_kept, collection_uid
 from headrace.pipelines.prefetch import Prefetcher
 from headrace.pipelines.run_state import STALE_S, RunState, StageReport
 from headrace.pipelines.stage_clock import ClientGoneError, StageLateError
@@ -264,7 +265,7 @@ class PipelineRun:
             report("done", details={**stage.apply(state, found), "cache": "prefetch"})
             return
         lookup = await self._look(name, stage, config)
-        if lookup.data is not None and not self._is_gone(name, known := msgspec.json.decode(lookup.data)):
+        if lookup.data is not None and await self._may_show(name, known := msgspec.json.decode(lookup.data)):
             report("done", details={**stage.apply(state, known), "cache": "hit"})
             return
         why, error = "late", None
@@ -293,7 +294,7 @@ class PipelineRun:
             raise error or late_error(state, name)
         if config.late == "cached" and lookup.old is not None:
             old = msgspec.json.decode(lookup.old)
-            if not self._is_gone(name, old):
+            if await self._may_show(name, old):
                 report("cached", why, stage.apply(state, old))
                 return
         if config.late == "fewer" and (partial := stage.use_partial(state)) is not None:
@@ -301,21 +302,24 @@ class PipelineRun:
             return
         report("skipped", why)
 
-    def _is_gone(self, name: StageName, result: Any) -> bool:
-        """True if an earlier result of a search has a passage whose document has changed or is gone."""
-        return name == "search" and self._services.removed.any_of(hit["id"] for hit in result["hits"])
+    async def _may_show(self, name: StageName, result: Any) -> bool:
+        """False if an earlier result of a search has a passage whose document has changed or is gone."""
+        ids = (hit["id"] for hit in result["hits"]) if name == "search" else ()
+        return await are_passages_kept(self._services, self.state, ids)
 
     async def _look(self, name: StageName, stage: PipelineStage, config: Any) -> ResultLookup:
         """Look for an earlier result of a stage, if it keeps any."""
         state = self.state
-        parts = stage.cache_parts(state)
         cache_s: float = getattr(config, "cache_s", 0.0)
-        if parts is None or (cache_s <= 0 and config.late != "cached"):
+        if cache_s <= 0 and config.late != "cached":
+            return ResultLookup()
+        parts = stage.cache_parts(self._services, state)
+        if parts is None or (uid := await collection_uid(self._services, state)) is None:
             return ResultLookup()
         return await self._services.results.look(
             "stage",
             self.exchange.caller.tenant,
-            [state.name, name, *parts],
+            [state.name, name, uid, *parts],
             tags=state.config.tags,
             requested=self.exchange.text_request.cache,
             declared=True,

@@ -67,7 +67,6 @@ class Pipelines:
     def passages_removed(self, ids: Collection[str]) -> None:
         """Show passages no more: their documents have changed or are gone."""
         self.services.warm.passages_removed(ids)
-        self.services.removed.add(ids)
 
     def collection_removed(self, tenant: str, name: str) -> None:
         self.services.warm.collection_removed(tenant, name)

@@ -15,6 +15,7 @@ import msgspec
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.results.result_cache import ResultLookup
 from headrace.observe import metrics
+from headrace.pipelines.kept_passages import are_passages_kept, collection_uid
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_clock import StageLateError
 from headrace.pipelines.stage_services import StageServices
@@ -45,6 +46,7 @@ class Prefetcher:
         """Begin to search for the follow-up questions of a run, in the background."""
         if state.exchange.text_request.cache == "off" or "search" not in state.config.stages:
             return
+        state.collection = None  # it may have changed by the time that it is searched
         for question in state.followups[: state.config.prefetch]:
             if self._waiting >= _WAITING:
                 self._count(state, "dropped")
@@ -62,11 +64,15 @@ class Prefetcher:
         if lookup.key is not None and self._unused.pop(lookup.key.digest, False):
             self._count(state, "used")
         found = msgspec.json.decode(lookup.data)
-        return None if self._services.removed.any_of(hit["id"] for hit in found["hits"]) else found
+        shows = await are_passages_kept(self._services, state, (hit["id"] for hit in found["hits"]))
+        return found if shows else None
 
     async def _look(self, state: RunState, question: str) -> ResultLookup:
         config = state.config.search
-        parts = [FORMAT, state.name, config.collection, config.k, dict(search_filters(state) or {}), question]
+        uid = await collection_uid(self._services, state)
+        if uid is None:
+            return ResultLookup(kind="prefetch")
+        parts = [FORMAT, state.name, uid, config.k, dict(search_filters(state) or {}), question]
         results, tenant = self._services.results, state.exchange.caller.tenant
         return await results.look("prefetch", tenant, parts, tags=state.config.tags, declared=True)
 

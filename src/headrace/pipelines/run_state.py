@@ -14,7 +14,7 @@ from headrace.gateway.flow.answer_flow import AnswerFlow
 from headrace.gateway.requests.text_request import FinishReason, SourceText, TokenUsage
 from headrace.gateway.serving.exchange import Exchange
 from headrace.pipelines.citation_check import CitationCheck
-from headrace.pipelines.collections.hits import Hit, QueryVector
+from headrace.pipelines.collections.hits import Hit, QueryVector, SearchableCollection
 from headrace.pipelines.retrieval import source_entry
 
 STALE_S: Final = 3600.0  # seconds an old result stays of use to a late stage, from when it was stored
@@ -71,6 +71,7 @@ class RunState(msgspec.Struct):
     deadline: float
     surface: str
     gone: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    collection: SearchableCollection | None = None  # that it searches, once it is open
     vector: QueryVector | None = None  # of the question
     hits: list[Hit] = []
     ranked: list[float] = []  # scores of the first hits, as far as the rerank stage has come

@@ -14,7 +14,6 @@ from headrace.gateway.ledger.prices import Price
 from headrace.gateway.requests.text_request import SourceText, TextRequest
 from headrace.gateway.serving.exchange import Caller, Exchange
 from headrace.gateway.serving.served_variant import ServedVariant
-from headrace.pipelines.removed_passages import RemovedPassages
 from headrace.pipelines.retrieval import Retriever
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_clock import StageClock
@@ -64,4 +63,3 @@ class StageServices(msgspec.Struct, kw_only=True):
     clock: StageClock
     shaping: ShapingConfig
     run_background: Callable[[Coroutine[Any, Any, Any]], None]
-    removed: RemovedPassages = msgspec.field(default_factory=RemovedPassages)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.gateway.api_errors import ApiError
-from headrace.pipelines.collections.collection import SearchOptions, SearchResult, fuse
+from headrace.pipelines.collections.collection import Reranker, SearchOptions, SearchResult, fuse
 from headrace.pipelines.collections.rerank_pass import RerankCosts
 from tests.support.tiny_collections import ANNA, shelf
 
@@ -51,7 +51,7 @@ async def search(
             raise rerank
         return rerank  # type: ignore[return-value]
 
-    async with shelf(folder, rerank_for=lambda caller, model: answer) as notes:
+    async with shelf(folder, rerank_for=lambda caller, model: Reranker("ranker fp_1", answer)) as notes:
         await notes.add(*TEXTS)
         await notes.indexed()
         collection = await notes.collections.open(ANNA, "notes", rerank="")

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Collection as IdCollection
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ from headrace.pipelines.collections.chunk_queries import chunks_that_match, read
 from headrace.pipelines.collections.chunking import embedded_text
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.encoder import Encoder
-from headrace.pipelines.collections.hits import Filters, Hit, Passages, QueryVector, passage_id
+from headrace.pipelines.collections.hits import Filters, Hit, Passages, QueryVector, passage_id, passage_seq
 from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import filter_condition
 from headrace.pipelines.collections.records import CollectionRecord, StoredChunk
@@ -45,6 +46,11 @@ _READING_SHARE: Final = 0.2  # of the time, at most
 Result = TypeVar("Result")
 # Ranks texts within a budget in seconds; None: it was not worth a pass, or came late.
 RerankCall = Callable[[str, Sequence[str], float], Awaitable[list[float] | None]]
+
+
+class Reranker(NamedTuple):
+    identity: str  # of the model and its weights, for caches' keys
+    rank: RerankCall
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,21 +87,18 @@ class Collection:
         index: CollectionIndex | None,
         encoder: Callable[[], Encoder],
         keywords: KeywordScores,
-        rerank: RerankCall | None = None,
-        reranker: str = "",
+        reranker: Reranker | None = None,
         results: ResultCache | None = None,
         default_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`index` is None for a collection without a model. `reranker`: the name of what `rerank` asks. `default_s`:
-        the deadline of searches without one."""
+        """`index` is None for a collection without a model. `default_s`: the deadline of searches without one."""
         self.record = record
         self._database = database
         self._caller = caller
         self._index = index
         self._encoder = encoder
         self._keywords = keywords
-        self._rerank = rerank
         self._reranker = reranker
         self._results = results
         self._default_s = default_s
@@ -119,6 +122,18 @@ class Collection:
         found = await self.find(query, options, caller)
         return Passages(hits=found.hits, skipped=found.skipped)
 
+    @property
+    def uid(self) -> str:
+        return self.record.uid
+
+    async def has_all(self, ids: IdCollection[str]) -> bool:
+        """Return whether all of these passages are still there; see SearchableCollection."""
+        seqs = {seq for seq in map(passage_seq, ids) if seq is not None}
+        if not seqs:
+            return True
+        read = partial(read_chunks, collection=self.record.seq, seqs=list(seqs))
+        return len(await self._database.run(read)) == len(seqs)
+
     async def embed_query(self, query: str, caller: Caller) -> QueryVector | None:
         """Return the query's vector; see SearchableCollection."""
         if self._index is None:
@@ -139,7 +154,8 @@ class Collection:
             return await self._find(query, options, payer)
         record, began = self.record, self._clock()
         asked = (query, options.k, options.filters, options.mode, options.recall or record.recall)
-        parts = (record.uid, record.version, *asked, self._reranker if options.rerank_s > 0 else "")
+        reranker = self._reranker.identity if self._reranker is not None and options.rerank_s > 0 else ""
+        parts = (record.uid, record.version, *asked, reranker)
         lookup = await self._results.look("retrieval", record.tenant, parts)
         if lookup.data is not None:
             known = _decoder.decode(lookup.data)
@@ -177,8 +193,8 @@ class Collection:
         ranked = [(chunks[seq], score) for seq, score in fused if seq in chunks]
         scores = {name: dict(rows) for name, rows in found.items()}
         reranked: list[float] = []
-        if options.rerank_s > 0 and self._rerank is not None and len(ranked) > 1:
-            reranked = await self._reranked(search, self._rerank, query, ranked, options.rerank_s)
+        if options.rerank_s > 0 and self._reranker is not None and len(ranked) > 1:
+            reranked = await self._reranked(search, self._reranker.rank, query, ranked, options.rerank_s)
         hits = _hits(ranked, reranked, scores, options.k)
         metrics.of(metrics.collections, "search").inc()
         for stage in search.skipped:

@@ -1,8 +1,8 @@
 """CollectionIndex: the vectors of one collection in memory, and the file that keeps its graph over restarts.
 
-The database is the truth. The file only saves the time to build the graph again: at the start its ids are compared with
-the database's, and the difference is made up. All calls are for one event loop; the work happens in threads, one at a
-time for each collection.
+The database is authoritative. The file only saves the time to build the graph again: at the start its ids are compared
+with the database's, and vectors are added and removed to match. All calls are for one event loop; the work happens in
+threads, one at a time for each collection.
 """
 
 from __future__ import annotations

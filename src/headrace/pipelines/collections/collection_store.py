@@ -51,7 +51,10 @@ def create_collection(connection: sqlite3.Connection, new: CollectionRecord, *, 
         "SELECT COUNT(*) FROM collections WHERE tenant = ? AND NOT deleted", (new.tenant,)
     ).fetchone()
     if there >= most:
-        raise invalid_request(f"There are {there} collections. Expected at most {most}.", code="too_many_values")
+        raise invalid_request(
+            f"There are {there} collections. Expected at most {most}. Delete one, or raise collections.collections.",
+            code="too_many_values",
+        )
     try:
         seq = connection.execute(
             "INSERT INTO collections "

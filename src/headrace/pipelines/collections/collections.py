@@ -32,7 +32,7 @@ from headrace.pipelines.collections.chunk_store import (
     find_unchanged,
     remove_all_of,
 )
-from headrace.pipelines.collections.collection import Collection, RerankCall
+from headrace.pipelines.collections.collection import Collection, Reranker
 from headrace.pipelines.collections.collection_index import CollectionIndex
 from headrace.pipelines.collections.collection_schema import STEPS
 from headrace.pipelines.collections.document_intake import DocumentIntake, GivenDocument
@@ -63,7 +63,7 @@ class PassageWatcher(Protocol):
     def collection_removed(self, tenant: str, name: str) -> None: ...
 
 
-RerankFor = Callable[["Caller", str], RerankCall]
+RerankFor = Callable[["Caller", str], Reranker]
 
 
 class AddedRecord(msgspec.Struct, frozen=True):
@@ -109,11 +109,13 @@ class Collections:
         def encoder_for(caller: Caller, model: str) -> Encoder:
             return ServedEncoder(services, find_encoder(services, caller, model))
 
-        def rerank_for(caller: Caller, model: str) -> RerankCall:
+        def rerank_for(caller: Caller, model: str) -> Reranker:
             served = find_reranker(services, caller, model or config.reranker)
-            return lambda query, texts, budget_s: rerank_within(
-                services, caller, served, query, texts, budget_s=budget_s, costs=costs
-            )
+
+            async def rank(query: str, texts: Sequence[str], budget_s: float) -> list[float] | None:
+                return await rerank_within(services, caller, served, query, texts, budget_s=budget_s, costs=costs)
+
+            return Reranker(f"{served.name} {served.fingerprint}", rank)
 
         return cls(
             config,
@@ -243,9 +245,9 @@ class Collections:
     async def open(self, caller: Caller, name: str, *, rerank: str | None = None) -> Collection:
         """Return a collection to search. `rerank`: a reranker; empty: the configured one; None: none."""
         record = await self.find(caller.tenant, name)
-        call = None
+        reranker = None
         if rerank is not None and self._rerank_for is not None:
-            call = self._rerank_for(caller, rerank)
+            reranker = self._rerank_for(caller, rerank)
         index = None
         if record.model:
             index = self._index_of(record)
@@ -257,8 +259,7 @@ class Collections:
             index=index,
             encoder=lambda: self._encoder_for(caller, record.model),
             keywords=self.keywords,
-            rerank=call,
-            reranker=f"{rerank or self._config.reranker}" if call is not None else "",
+            reranker=reranker,
             results=self._results,
             default_s=self._config.search_ms / 1e3,
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
     from headrace.gateway.serving.exchange import Caller
+
+_DIGITS: Final = 18  # of a chunk's number, at most
 
 Metadata = Mapping[str, str | int | float | bool]
 # {"language": "en", "year": {"gte": 2020}}: every entry must hold. See metadata_filters.
@@ -47,7 +49,22 @@ class QueryVector(msgspec.Struct, frozen=True):
     values: tuple[float, ...]
 
 
+def passage_seq(id: str) -> int | None:
+    """Return the chunk of a passage's id; None for ids of other sources."""
+    number = id.removeprefix("chunk_")
+    return int(number) if number != id and number.isascii() and number.isdigit() and len(number) <= _DIGITS else None
+
+
 class SearchableCollection(Protocol):
+    @property
+    def uid(self) -> str:
+        """What tells it from every other collection, also from one of the same name on another server."""
+        ...
+
+    async def has_all(self, ids: Collection[str]) -> bool:
+        """Return whether all passages of these ids are still there. Ids of other sources do not count."""
+        ...
+
     async def embed_query(self, query: str, caller: Caller) -> QueryVector | None:
         """Return the query's vector, for `search`. None if the collection has no vectors."""
         ...

@@ -1,4 +1,4 @@
-"""Ranks candidates by a cross-encoder within a budget: as many of the best as are expected to fit it.
+"""Ranks the best candidates by a cross-encoder: as many as are expected to fit a budget of time.
 
 The cost of a candidate is learned from the passes before. A pass that misses its budget is dropped, and the next ones
 take fewer candidates.

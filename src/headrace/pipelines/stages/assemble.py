@@ -21,7 +21,7 @@ class Assemble:
     def missing_input(self, state: RunState) -> bool:
         return not state.hits
 
-    def cache_parts(self, state: RunState) -> None:
+    def cache_parts(self, services: StageServices, state: RunState) -> None:
         """Choosing costs less than reading a cache."""
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> list[str]:

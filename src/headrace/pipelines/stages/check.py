@@ -13,7 +13,7 @@ class Check:
     def missing_input(self, state: RunState) -> bool:
         return state.citations is None or not state.sources
 
-    def cache_parts(self, state: RunState) -> None:
+    def cache_parts(self, services: StageServices, state: RunState) -> None:
         """An answer is checked once."""
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> dict[str, Any]:

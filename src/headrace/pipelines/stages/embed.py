@@ -17,8 +17,8 @@ class Embed:
     def missing_input(self, state: RunState) -> bool:
         return not state.question
 
-    def cache_parts(self, state: RunState) -> list[Any]:
-        return [state.config.search.collection, state.question]
+    def cache_parts(self, services: StageServices, state: RunState) -> list[Any]:
+        return [state.question]
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> Any:
         collection = await open_collection(services, state)

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.run_state import RunState
 from headrace.pipelines.stage_services import StageServices
 
@@ -15,8 +16,15 @@ class Rerank:
     def missing_input(self, state: RunState) -> bool:
         return not state.hits
 
-    def cache_parts(self, state: RunState) -> list[Any]:
-        return [state.config.rerank.model, state.question, [hit.id for hit in state.hits]]
+    def cache_parts(self, services: StageServices, state: RunState) -> list[Any] | None:
+        """Scores depend on the model's weights, not only on its name."""
+        name = state.config.rerank.model
+        assert name is not None  # checked with the configuration
+        try:
+            served = services.models.find(state.exchange.caller, name)
+        except ApiError:
+            return None  # `compute` reports it
+        return [served.name, served.fingerprint, state.question, [[hit.id, hit.text] for hit in state.hits]]
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> list[float]:
         config = state.config.rerank

@@ -23,9 +23,8 @@ class Search:
     def missing_input(self, state: RunState) -> bool:
         return not state.question
 
-    def cache_parts(self, state: RunState) -> list[Any]:
-        config = state.config.search
-        return [FORMAT, config.collection, config.k, dict(search_filters(state) or {}), state.question]
+    def cache_parts(self, services: StageServices, state: RunState) -> list[Any]:
+        return [FORMAT, state.config.search.k, dict(search_filters(state) or {}), state.question]
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> dict[str, Any]:
         return msgspec.to_builtins(await search(services, state, state.question, end - services.clock.now()))
@@ -58,9 +57,12 @@ async def search(services: StageServices, state: RunState, question: str, second
 
 
 async def open_collection(services: StageServices, state: RunState) -> SearchableCollection:
+    """Return the collection that a run searches, opened once."""
     if services.retriever is None:
         raise invalid_request("This server has no collections.", "model", code="collection_not_found")
-    return await services.retriever.open(state.exchange.caller, state.config.search.collection)
+    if state.collection is None:
+        state.collection = await services.retriever.open(state.exchange.caller, state.config.search.collection)
+    return state.collection
 
 
 def search_filters(state: RunState) -> Filters | None:

@@ -1,5 +1,5 @@
-"""PipelineStage: what pipeline_run needs of a stage that ends with one result. Tools and generate stream: they
-are apart."""
+"""PipelineStage: the interface of stages that end with one result. The stages tools and generate stream, so they have
+functions of their own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PipelineStage(Protocol):
         """Return whether there is nothing to work on; the stage is passed over then."""
         ...
 
-    def cache_parts(self, state: RunState) -> list[Any] | None:
-        """Return what the result depends on, beside the tenant. None: it is never cached."""
+    def cache_parts(self, services: StageServices, state: RunState) -> list[Any] | None:
+        """Return what the result depends on, beside the tenant and the collection. None: it is never cached."""
         ...
 
     async def compute(self, services: StageServices, state: RunState, end: float) -> Any:

@@ -1,4 +1,4 @@
-"""McpTools: the tools of an MCP server as a source. What the server says about effects is not believed."""
+"""McpTools: the tools of an MCP server as a source. Ignores what the server says about its tools' effects."""
 
 from __future__ import annotations
 
