@@ -123,6 +123,7 @@ class Pipeline:
         self.configs: list[GenerationConfig] = []
         self.failure: str | None = None
         self.rejection: str | None = None  # of the next requests
+        self.holding: list[Handle] = []  # those with KV, which a step after their end frees
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
@@ -135,6 +136,7 @@ class Pipeline:
             raise RuntimeError(self.rejection)
         self.configs.append(config)
         self.handles.append(Handle(prompt.data[0].tolist(), config.max_new_tokens))
+        self.holding.append(self.handles[-1])
         return self.handles[-1]
 
     def step(self) -> None:
@@ -142,3 +144,4 @@ class Pipeline:
             raise RuntimeError(self.failure)
         for handle in self.handles:
             handle.step()
+        self.holding = [handle for handle in self.holding if handle.status == GenerationStatus.RUNNING]

@@ -62,10 +62,11 @@ class PipelineThread(threading.Thread):
         try:
             while True:
                 self._take_new(running)
-                running = [generation for generation in running if not self._left(generation)]
+                cancelled = [generation for generation in running if self._left(generation)]
+                running = [generation for generation in running if not generation.cancelled]
                 self.running = len(running)
-                if running:
-                    self._pipeline.step()
+                if running or cancelled:
+                    self._pipeline.step()  # which also frees the KV of what was cancelled
                     running = [generation for generation in running if not self._deliver(generation)]
         except Exception as error:  # the pipeline is of no use afterwards, and its health check says so
             self.broken = f"{type(error).__name__}: {error}"
