@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
+from headrace.compress.compression import memory_needed
+from headrace.compress.recipe import Recipe
+from headrace.models.model_folder import open_model
 
 FAST = ("--no-speed", "--window", "64", "--threads", "2", "--calibrate-tokens", "600", "--measure-tokens", "200")
 
@@ -36,6 +39,24 @@ def test_the_folder_has_a_card_with_recipe_and_measured_quality(
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 4
     assert main(["generate", str(out), "--prompt", "The old", "--max-tokens", "4", "--no-cache"]) == 0
+
+
+def test_a_machine_without_the_memory_is_told_before_the_work_begins(
+    tiny_folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text.write_text("The old mill stands by the river, and its wheel turns. " * 1200)
+    arguments = ["compress", str(tiny_folder), str(tmp_path / "small"), "--calibrate", str(text), "--no-quality"]
+    fits_2048 = memory_needed(open_model(tiny_folder).spec, 2048, 64, Recipe(bits={"layers.0.mlp.up": 4})) / 2**30
+    for gibibytes, advice in (
+        (fits_2048 * 1.0001, "pass --calibrate-tokens 2048, use a machine"),
+        (0.01, "To go on, use a machine"),
+    ):
+        monkeypatch.setenv("HEADRACE_MEMORY_GIB", str(gibibytes))
+        assert main([*arguments, "--window", "64"]) == 1
+        error = capsys.readouterr().err
+        assert "calibration tokens takes up to" in error
+        assert advice in error
+        assert not list(tmp_path.glob("small*"))
 
 
 def test_rounding_to_nearest_measures_on_the_file_that_is_named(
