@@ -95,7 +95,13 @@ def test_memory_is_that_of_weights_and_kv() -> None:
     # Embedding and head stay at 16 bits, so fp8 is more than half.
     assert 0.5 < model_costs(spec, "fp8", "vllm").weights / costs.weights < 0.6
     latent = replace(spec, latent=LatentSpec(rank=512, turning=64, value_size=128))
-    assert model_costs(latent, "bf16", "vllm").kv_token == 36_864  # 32 layers x (512 + 64) x 2 bytes
+    theirs = model_costs(latent, "bf16", "vllm")
+    assert theirs.kv_token == 36_864  # 32 layers x (512 + 64) x 2 bytes
+    # Prompts are expanded to keys of 128 and values of 128 for each of 32 heads; decoding meets the latent twice.
+    assert theirs.prefill_pair == 2 * 32 * 32 * (128 + 128)
+    assert theirs.pair == 2 * 32 * 32 * (64 + 2 * 512)
+    half = 2 * 32 * 32 * (64 + 128) * 512  # bytes of what expands the latent, which is there in two forms
+    assert theirs.weights - theirs.shared == pytest.approx(half + 2 * 128_256 * 4096)
 
 
 def test_a_mixture_reads_more_experts_with_more_rows() -> None:

@@ -23,6 +23,7 @@ from headrace.models.families import model_spec
 from headrace.models.families.vision.towers import read_tower
 from headrace.models.model_folder import open_model
 from headrace.models.vision.image_layout import Size
+from headrace.models.vision.patch_layout import PatchLayout
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import open_vision
 from tests.support.tiny_engine import one, open_tiny, run
@@ -327,6 +328,17 @@ def test_an_image_far_from_square_is_refused(made: Callable[[str], GoldenVision]
     with pytest.raises(RequestError, match="at most 200 times as long"):
         layout.grid(Size(1, 201))
     assert layout.grid(measure(picture(200, 1), PIXELS)).tile_tokens > 1
+
+
+def test_a_long_thin_image_stays_within_a_small_bound(made: Callable[[str], GoldenVision]) -> None:
+    layout = made("qwen2.5").vision.layout
+    assert isinstance(layout, PatchLayout)
+    for squares in (1, 3, 40):
+        small = layout.within(squares * layout.square**2)
+        for size in (Size(1, 200), Size(2000, 10), Size(333, 2)):
+            scaled = small.grid(size).size
+            assert scaled.height * scaled.width <= small.most_pixels
+            assert min(scaled) >= layout.square
 
 
 @pytest.mark.parametrize(

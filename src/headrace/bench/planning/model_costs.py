@@ -9,6 +9,7 @@ import math
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.bench.planning.devices import EngineKind
 from headrace.bench.roofline import kv_bytes_per_token
@@ -40,7 +41,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     chosen: int  # experts per token
     operations: float  # per row: a multiply and an add are two
-    pair: float  # operations per pair of a row and a KV token that it reads
+    pair: float  # operations per pair of a decoding row and a KV token that it reads
+    prefill_pair: float  # of a row of a prompt
     layers: int
     hidden: int
     row_bytes: float  # activations of one row
@@ -58,9 +60,12 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str = "bf16") -> ModelCosts:
-    shapes = tensor_shapes(spec)
+    computed = spec if engine == "headrace" else _expanded(spec)
+    shapes = tensor_shapes(computed)
     expert_shapes = {name: shape for name, shape in shapes.items() if ".experts." in name}
     shared_shapes = {name: shape for name, shape in shapes.items() if name not in expert_shapes}
+    pair = prefill_pair = 2.0 * computed.pair_size
+    idle = 0.0  # bytes of weights that a step of decoding does not read
     if engine == "headrace":
         plan = parse_plan(precision)
         shared = float(packed_size(spec, shared_shapes, plan))
@@ -72,8 +77,13 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         experts = sum(_gpu_bytes(name, shape, precision) for name, shape in expert_shapes.items())
         # vLLM takes fp8 for int8 and int4.
         held = sum(heads * (key + value) for heads, key, value in spec.kv_shapes)
-        if (latent := spec.latent) is not None:  # vLLM keeps it once, as key and value
+        if (latent := spec.latent) is not None:
+            # vLLM keeps the latent once, as key and value, and beside `kv_up`, by which prompts are expanded, its two
+            # halves in bf16, by which queries and sums of values pass into the latent and out of it.
             held = len(spec.layers) * (latent.turning + latent.rank)
+            pair = 2.0 * len(spec.layers) * spec.heads * (latent.turning + 2 * latent.rank)
+            idle = sum(_gpu_bytes(name, shape, precision) for name, shape in shapes.items() if name.endswith(".kv_up"))
+            shared += sum(2.0 * math.prod(shape) for name, shape in shapes.items() if name.endswith(".kv_up"))
         kv_token = held * (2.0 if kv == "bf16" else 1.0)
         embed = 2.0 * math.prod(shapes["embed"])
     count = spec.experts.count if spec.experts else 0
@@ -83,16 +93,22 @@ def model_costs(spec: ModelSpec, precision: str, engine: EngineKind, *, kv: str 
         weights=shared + experts,
         kv_token=kv_token,
         kv_read=kv_token * spec.kv_reads,
-        shared=shared if spec.tied else shared - embed,  # of a separate embedding a token reads one row
+        shared=shared - idle - (0.0 if spec.tied else embed),  # of a separate embedding a token reads one row
         expert=experts / count if count else 0.0,
         experts=count,
         chosen=spec.experts.top_k if spec.experts else 0,
-        operations=2.0 * active_parameters(spec),
-        pair=2.0 * spec.pair_size,
+        operations=2.0 * active_parameters(computed),
+        pair=pair,
+        prefill_pair=prefill_pair,
         layers=len(spec.layers),
         hidden=spec.hidden_size,
         row_bytes=2.0 * (6 * spec.hidden_size + 2 * spec.q_size + 3 * inner),
     )
+
+
+def _expanded(spec: ModelSpec) -> ModelSpec:
+    """Return the shape in which a latent is expanded to the keys and values of every head."""
+    return spec if spec.latent is None else replace(spec, latent=replace(spec.latent, kept=False))
 
 
 def _gpu_bytes(name: str, shape: tuple[int, ...], precision: str) -> float:

@@ -46,10 +46,10 @@ class RooflineCost(msgspec.Struct, frozen=True, kw_only=True):
         rows = streams + chunk
         bandwidth = device.bandwidth * 1e9 * kind.bandwidth_share
         rate = device.rate(costs.precision, engine=kind.engine) * kind.compute_share
-        pairs = streams * context + chunk * (before + prefill / 2.0)
         kv_read = (streams * context + before + prefill if prefill else streams * context) * costs.kv_read
         read = costs.read(round(rows)) / devices / bandwidth
-        compute = (costs.operations * rows + costs.pair * pairs) / devices / rate
+        attention = costs.pair * streams * context + costs.prefill_pair * chunk * (before + prefill / 2.0)
+        compute = (costs.operations * rows + attention) / devices / rate
         return {
             "weights": read if read >= compute else 0.0,
             "compute": compute if compute > read else 0.0,

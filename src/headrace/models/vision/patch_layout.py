@@ -46,6 +46,9 @@ class PatchLayout(ImageLayout, frozen=True, kw_only=True):
         elif height * width < self.least:
             grow = math.sqrt(self.least / (size.height * size.width))
             height, width = (math.ceil(each * grow / square) * square for each in size)
+        if height * width > self.most:  # the short side is one square, so the long one must give way
+            longest = max(square, self.most // square // square * square)
+            height, width = min(height, longest), min(width, longest)
         return Size(height, width)
 
     @property
