@@ -95,7 +95,9 @@ def score_answers(name: str, cases: Sequence[Case], answers: Sequence[Answer]) -
 
 def good_answer(case: Case) -> Answer:
     if case.expected is None and not case.expected_calls:
-        raise RequestError(f"The prompt '{case.id}' has no good answer to compare with.", parameter="prompts")
+        raise RequestError(
+            f"The prompt '{case.id}' has no good answer to compare with. Add its 'completion'.", parameter="prompts"
+        )
     return Answer(text=case.expected or "", calls=case.expected_calls)
 
 

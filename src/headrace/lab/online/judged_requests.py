@@ -1,7 +1,7 @@
 """JudgedRequests: requests that a small variant answered and a better one double-checked, for `headrace tune cascade`.
 
-They hold texts, so they are kept only of tenants that opted into recordings, redacted as these are, in memory and
-bounded.
+They hold texts, so only those of tenants that opted into recordings are kept: redacted as recordings are, in memory,
+and bounded.
 """
 
 from __future__ import annotations

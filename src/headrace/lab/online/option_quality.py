@@ -1,4 +1,4 @@
-"""Option: what may be chosen instead of a model. OptionQuality: what gates, canaries and shadows say of it.
+"""Option: a variant or profile to choose instead of a model. OptionQuality: what gates, canaries and shadows found.
 
 Reads results; measures nothing itself. Results of `headrace gate --json` are files in the folder `safety.gates`.
 """
