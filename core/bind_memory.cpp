@@ -50,6 +50,26 @@ void write_block(Kv& kv, int64_t block, Array<uint8_t, 1> bytes) {
   kv.write_block(block, bytes.data());
 }
 
+// A block's keys of a layer: [16 tokens][heads][head size].
+void read_keys(Kv& kv, int64_t layer, int64_t block, MutableArray<float, 3> out) {
+  check_block(kv, block);
+  if (layer < 0 || layer >= kv.layers()) refuse("no such layer");
+  const KvLayout& layout = kv.layout(layer);
+  if (layout.type != KvType::kF32) refuse("keys are read from f32 KV memory");
+  const int64_t shape[] = {kBlock, layout.heads, layout.head_size};
+  for (size_t i = 0; i < 3; ++i) {
+    if (static_cast<int64_t>(out.shape(i)) != shape[i]) refuse("keys are [16 tokens][heads][head size]");
+  }
+  nb::gil_scoped_release free;
+  for (int64_t head = 0; head < layout.heads; ++head) {
+    const float* keys = reinterpret_cast<const float*>(kv.record(layer, block, head));
+    for (int64_t slot = 0; slot < kBlock; ++slot) {
+      float* key = out.data() + (slot * layout.heads + head) * layout.head_size;
+      for (int64_t d = 0; d < layout.head_size; ++d) key[d] = keys[d * kBlock + slot];
+    }
+  }
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& module) {
@@ -79,7 +99,8 @@ void bind_memory(nb::module_& module) {
           },
           "source"_a, "target"_a)
       .def("read_block", &read_block, "block"_a, "out"_a.noconvert())
-      .def("write_block", &write_block, "block"_a, "bytes"_a.noconvert());
+      .def("write_block", &write_block, "block"_a, "bytes"_a.noconvert())
+      .def("read_keys", &read_keys, "layer"_a, "block"_a, "out"_a.noconvert());
 
   nb::class_<States>(module, "States")
       .def(nb::init<int64_t, int64_t>(), "slots"_a, "floats"_a)

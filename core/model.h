@@ -105,6 +105,9 @@ struct Layer {
   NormWeights mlp_norm, mlp_out_norm, mlp_residual_norm;
   NormWeights q_norm, k_norm;
   std::vector<float> sinks;  // [heads], see AttentionArgs, or empty
+  // [kv_heads][head_size], or empty: KV memory holds keys less these. A query meets all keys of its head, so its scores
+  // all move by the same number, which softmax takes out again.
+  std::vector<float> key_offsets;
   // Of its heads' keys and values, where KV memory keeps them rotated.
   const Rotation* key_rotation = nullptr;
   const Rotation* value_rotation = nullptr;

@@ -120,6 +120,15 @@ void Model::check_weights() const {
     if (!layer.sinks.empty() && static_cast<int64_t>(layer.sinks.size()) != w_.heads) {
       refuse(name + ".attn.sinks has the wrong size");
     }
+    if (!layer.key_offsets.empty()) {
+      if (static_cast<int64_t>(layer.key_offsets.size()) != layer.kv_heads * layer.head_size) {
+        refuse(name + ".attn.key_offsets has the wrong size");
+      }
+      if (!layer.attends || layer.shares || !w_.causal || w_.keeps_latent) refuse(name + " has no keys to offset");
+      if (!layer.sinks.empty() || w_.attention_softcap > 0.0f) {
+        refuse(name + " compares scores with what key offsets do not move: a sink or a soft cap");
+      }
+    }
     const bool adds = static_cast<int64_t>(i) < w_.feature_layers;
     if (layer.kept && i + 1 == w_.layers.size()) refuse(name + " is the last one and is not kept");
     if ((layer.kept || adds) && (!layer.feeds || w_.streams.count > 0)) {

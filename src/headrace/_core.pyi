@@ -114,6 +114,9 @@ class Kv:
     def write_block(self, block: int, bytes: NDArray[np.uint8]) -> None:
         """What `read_block` gave, of this or another KV memory of the same sizes and type. Not while a step runs."""
 
+    def read_keys(self, layer: int, block: int, out: NDArray[np.float32]) -> None:
+        """A block's keys of a layer, [16 tokens, heads, head size]; of f32 memory only. Not while a step runs."""
+
 class States:
     """Recurrent states of sequences: `slots` of `floats` numbers each. Memory that no step touches costs nothing."""
 

@@ -15,6 +15,7 @@ from headrace.surfaces import SurfaceOptions
 
 DEFAULT_MODEL = "mini"  # bundled
 DEFAULT_KV_BLOCK = 16
+OFFSET_KV = ("int8", "int4")  # precisions of KV whose keys can have offsets
 KV_BLOCKS = (16, 32, 64, 128)  # the kernels read 16 tokens at once
 
 
@@ -26,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     image_weights: str = "auto"  # of the image part: bf16 if the files hold it so, or else f32
     image_patches: int = 16384  # of one image that the image part computes in one step; larger ones are scaled down
     kv: str = "bf16"
+    kv_offsets: str | None = None  # a file that `headrace kv-offsets` made, for kv int8 and int4; others leave it out
     latent_kv: bool = True  # False: keys and values of every head, in a model that computes them from a latent
     threads: int | None = None  # None: all of the machine's cores
     context: int | None = None  # tokens of one sequence
@@ -71,11 +73,17 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             raise RequestError(str(error)) from None
 
     @property
+    def offsets_file(self) -> str | None:
+        """The file of what KV memory subtracts from keys; None if its precision has no use for it."""
+        return self.kv_offsets if self.kv in OFFSET_KV else None
+
+    @property
     def name(self) -> str:
         """A stream can continue, byte for byte, only on workers with the same name."""
         group = "" if self.group is None else f"-g{self.group}"
         kept = "".join(f"+{rule}" for rule in self.keep)
         isa = "" if self.isa is None else f"/{self.isa}"
         arithmetic = "" if self.arithmetic is None else f"/{self.arithmetic}"
+        offsets = "" if self.offsets_file is None else "-offsets"
         latent = "" if self.latent_kv else "-expanded"
-        return f"{self.weights}{group}{kept}/kv-{self.kv}{latent}{isa}{arithmetic}"
+        return f"{self.weights}{group}{kept}/kv-{self.kv}{offsets}{latent}{isa}{arithmetic}"

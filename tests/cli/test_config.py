@@ -146,7 +146,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
     # Of these one is to be chosen, and those that are empty stand for nothing.
     left_out = re.compile(
         r'\w*_format = ""|key(_sha256)? =|key_env = "RECORDING_KEY"|text(_file)? =|system_file =|group|'
-        r"draft_(model|heads)|kv_disk_(folder|key)|most_price|"
+        r"draft_(model|heads)|kv_disk_(folder|key)|kv_offsets|most_price|"
         r"(split|cascade|chain|opening|calibration|complexity|encoder|openapi|dsn_env|function) ="
     )
     with_url = re.sub(r"\[models\.hosted\.upstream\.managed\]\n(?:.+\n)+", "", uncommented())
@@ -159,6 +159,7 @@ def test_what_a_new_file_gives_as_examples_is_fine() -> None:
         "group",
         "kv_disk_folder",
         "kv_disk_key_env",
+        "kv_offsets",
     }
     assert config.tenants["acme"].model_limits["mini"].concurrent == 10
     assert config.routing.rules[0].variant == "mini@int4"

@@ -69,6 +69,7 @@ variants.kept = {{ keep = ["nothing.*=f32"] }}
 variants.drafted = {{ speculation = "model", draft_model = "./no-draft" }}
 variants.headed = {{ speculation = "heads", draft_heads = "./no-heads" }}
 variants.own = {{ speculation = "mtp" }}
+variants.offset = {{ kv = "int4", kv_offsets = "./no-offsets" }}
 [models.gone]
 path = "/no/such/folder"
 variants.int8 = {{ weights = "int8" }}
@@ -84,6 +85,7 @@ upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
         "models.tiny.variants.drafted.draft_model",
         "models.tiny.variants.headed.draft_heads",
         "models.tiny.variants.own.speculation",
+        "models.tiny.variants.offset.kv_offsets",
         "models.gone.path",
         "models.unnamed",
         "models.broken.path",

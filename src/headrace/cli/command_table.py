@@ -20,6 +20,7 @@ COMMANDS = {
     "gate": "Judge whether a candidate may take a baseline's place, on your own prompts.",
     "generate": "Continue a prompt with a model and print the text as it comes.",
     "inspect": "Describe a model: its size, its memory, and the best speed this machine allows.",
+    "kv-offsets": "Measure what an int8 or int4 KV cache subtracts from a model's keys, to round them better.",
     "make-model": "Create a model with random weights in the shape of a public one.",
     "models": "List the models on this machine, and whether they fit its memory.",
     "observe": "Write Prometheus rules and a Grafana dashboard for a configuration's objectives.",
@@ -43,7 +44,7 @@ COMMANDS = {
 
 _PACKAGES = {
     "admin": "admin.",
-    **dict.fromkeys(("adapt", "compress", "make-model", "reshape"), "making."),
+    **dict.fromkeys(("adapt", "compress", "kv-offsets", "make-model", "reshape"), "making."),
     **dict.fromkeys(("pack", "pull", "serve", "worker"), "serving."),
     **dict.fromkeys(("canary", "gate", "recordings", "replay", "shadows", "techniques"), "lab."),
 }

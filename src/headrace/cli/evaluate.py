@@ -39,6 +39,7 @@ def evaluate(
     weights: str | None = None,
     keep: Annotated[list[str] | None, Parameter(negative=())] = None,
     kv: str = "bf16",
+    kv_offsets: Path | None = None,
     against: str | None = None,
     against_weights: str | None = None,
     against_keep: Annotated[list[str] | None, Parameter(negative=())] = None,
@@ -76,6 +77,8 @@ def evaluate(
         PATTERN=PRECISION for tensors whose names match, such as "layers.*.attn.o=bf16". Repeatable.
     kv
         Precision of the KV cache: f32, bf16, int8, fp8 or int4.
+    kv_offsets
+        File of key offsets, as headrace kv-offsets makes it, for --kv int8 and int4. The reference has none.
     against
         Reference: another model with the same tokenizer. Default: the model itself, if another option names a
         reference.
@@ -109,6 +112,7 @@ def evaluate(
         raise RequestError("Pass a text to measure on: either --text FILE or --prompts FILE.jsonl.", parameter="text")
     check_output_folder(json, "json")
     common = {"threads": threads, "cache": cache}
+    offsets = None if kv_offsets is None else str(kv_offsets)
     base = {"kv": kv, "keep": tuple(keep or ()), **common}
     named = (against, against_weights, against_keep, against_kv)
     reference: Variant | None = None
@@ -118,9 +122,11 @@ def evaluate(
                 "--precisions names every precision, the first as the reference. Remove --weights and --against….",
                 parameter="precisions",
             )
-        reference, *variants = [Variant.of(model, weights=each, **base) for each in _names(precisions)]
+        first, *others = _names(precisions)
+        reference = Variant.of(model, weights=first, **base)
+        variants = [Variant.of(model, weights=each, kv_offsets=offsets, **base) for each in others]
     else:
-        variants = [Variant.of(model, weights=weights or "bf16", **base)]
+        variants = [Variant.of(model, weights=weights or "bf16", kv_offsets=offsets, **base)]
         if any(each is not None for each in named):
             reference = Variant.of(
                 against or model,

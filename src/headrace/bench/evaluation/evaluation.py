@@ -16,6 +16,7 @@ from headrace.bench.evaluation.token_scores import DECODED, Doubles, Speed, Toke
 from headrace.bench.machine import cpu_name
 from headrace.engine.executors.cpu_executor import CpuExecutor, check_options
 from headrace.errors import RequestError
+from headrace.models.key_offsets import offsets_of
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.weight_cache import cache_folder
 from headrace.variant import Variant
@@ -203,6 +204,7 @@ def _loaded(folder: ModelFolder, variant: Variant, plan: _Plan) -> Generator[Cpu
         isa=variant.isa,
         arithmetic=variant.arithmetic,
         cache=cache_folder() if variant.cache else None,
+        offsets=offsets_of(folder.spec, variant),
     )
     try:
         yield executor
@@ -239,6 +241,7 @@ def _row(
         model=variant.model,
         weights=executor.plan.name,
         kv=executor.kv_type,
+        kv_offsets=variant.offsets_file,
         keep=variant.keep,
         weight_bytes=executor.load_report.weight_bytes,
         kv_bytes_per_token=executor.kv_bytes_per_token,

@@ -44,6 +44,7 @@ class EvaluatedVariant(msgspec.Struct, frozen=True):
     perplexity: Estimate
     distance: Distance | None = None  # None: the reference itself, or there is none
     speed: Speed | None = None
+    kv_offsets: str | None = None  # file of what its KV memory subtracts from keys
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):

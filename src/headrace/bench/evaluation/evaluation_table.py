@@ -56,7 +56,7 @@ def _filled(rows: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 def summary(report: EvaluationReport) -> Iterator[str]:
     """Yield what was measured, on what."""
     models = list(dict.fromkeys(Path(variant.model).name for variant in report.variants))
-    kinds = sorted({variant.kv for variant in report.variants})
+    kinds = sorted({_kv(variant) for variant in report.variants})
     chunks = "1 chunk" if report.chunks == 1 else f"{report.chunks:,} chunks"
     yield (
         f"{' and '.join(models)} on {report.source}: {report.tokens:,} tokens scored in {chunks}, KV cache "
@@ -66,6 +66,10 @@ def summary(report: EvaluationReport) -> Iterator[str]:
     if report.stride == report.window:
         windows = f"Disjoint windows of {report.window:,} tokens."
     yield (f"{windows} {report.cpu}, {report.isa}, {report.threads} threads.")
+
+
+def _kv(variant: EvaluatedVariant) -> str:
+    return variant.kv if variant.kv_offsets is None else f"{variant.kv} with offsets"
 
 
 def notes(report: EvaluationReport) -> Iterator[str]:
@@ -108,11 +112,11 @@ def _rows(report: EvaluationReport) -> Iterator[list[tuple[str, str]]]:
 def _names(variants: Sequence[EvaluatedVariant]) -> list[tuple[str, str]]:
     """Return each variant's weights, and under them whatever else differs."""
     several_models = len({variant.model for variant in variants}) > 1
-    several_kv = len({variant.kv for variant in variants}) > 1
+    several_kv = len({_kv(variant) for variant in variants}) > 1
     found: list[tuple[str, str]] = []
     for variant in variants:
         more = [Path(variant.model).name] if several_models else []
-        more += [f"KV {variant.kv}"] if several_kv else []
+        more += [f"KV {_kv(variant)}"] if several_kv else []
         more += [f"keep {rule}" for rule in variant.keep]
         found.append((variant.weights, ", ".join(more)))
     return found

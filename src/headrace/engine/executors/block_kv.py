@@ -31,6 +31,7 @@ def block_bytes(shapes: KvShapes, kv: KvType, block_tokens: int) -> int:
 
 class BlockKv:
     def __init__(self, shapes: KvShapes, blocks: int, kv: KvType, *, block_tokens: int) -> None:
+        self._shapes = shapes
         self._block_tokens = block_tokens
         self._pages = block_tokens // PAGE_TOKENS
         self._places = np.arange(self._pages, dtype=np.int32)
@@ -63,6 +64,14 @@ class BlockKv:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {data.size}")
         for page, part in self._parts(block, data):
             self.core.write_block(page, part)
+
+    def keys(self, layer: int, blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Return the keys that blocks of f32 memory hold, [tokens, KV heads, head size]."""
+        heads, size, _ = self._shapes[layer]
+        found = np.empty((len(blocks) * self._pages, PAGE_TOKENS, heads, size), np.float32)
+        for place, page in enumerate(block * self._pages + page for block in blocks for page in range(self._pages)):
+            self.core.read_keys(layer, page, found[place])
+        return found.reshape(-1, heads, size)
 
     def _parts(self, block: int, data: Bytes) -> list[tuple[int, Bytes]]:
         first, size = block * self._pages, self._page_bytes

@@ -32,6 +32,7 @@ from headrace.engine.interface.request import AdapterRef
 from headrace.engine.interface.sampling import SampledToken, SampleRow
 from headrace.engine.interface.variant_check import check_kv_block
 from headrace.errors import RequestError
+from headrace.models.key_offsets import KeyOffsets, offsets_of
 from headrace.models.model_folder import ModelFolder, with_expanded_kv
 from headrace.models.own_module import OwnModule, own_module
 from headrace.models.packing import CoreTensor, LoadedTensors, load_tensors, packed_size
@@ -63,7 +64,8 @@ def check_options(folder: ModelFolder, variant: Variant) -> None:
     _check_sizes(spec, 1 if variant.threads is None else variant.threads, context)
     check_skipped(spec, variant.skip_layers)
     if not variant.latent_kv:
-        with_expanded_kv(folder)
+        folder = with_expanded_kv(folder)
+    offsets_of(folder.spec, variant)
     choose_isa(variant.isa, variant.arithmetic)
 
 
@@ -182,6 +184,7 @@ class CpuExecutor:
         isa: str,
         folder: ModelFolder | None = None,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
+        offsets: KeyOffsets | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -189,6 +192,9 @@ class CpuExecutor:
         self.capacity = capacity
         self.threads = pool.threads
         self._pool = pool
+        if offsets is not None:
+            tensors = msgspec.structs.replace(tensors, tensors={**tensors.tensors, **offsets.tensors()})
+        self.offsets_digest = "" if offsets is None else offsets.digest
         self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
         self._kv = BlockKv(spec.kv_shapes, capacity.blocks, kv, block_tokens=capacity.block_tokens)
@@ -221,12 +227,13 @@ class CpuExecutor:
         cache: Path | None = None,
         adapter_bytes: int = DEFAULT_ADAPTER_BYTES,
         own: OwnModule | None = None,
+        offsets: KeyOffsets | None = None,
         images: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> CpuExecutor:
         """Load a model. `context` is the most tokens of one sequence, `kv_tokens` of all together (default: four
         sequences), in blocks of `kv_block` tokens. There must be memory for `own` too, which `predicting` loads, and
-        for `images`: the bytes that the model's image part will take beside it."""
+        for `images`: the bytes that the model's image part will take beside it. `offsets`: of its keys in KV memory."""
         started = time.perf_counter()
         check_kv_block(kv_block)
         spec = folder.spec
@@ -268,6 +275,7 @@ class CpuExecutor:
             isa=chosen,
             folder=folder,
             adapter_bytes=adapter_bytes,
+            offsets=offsets,
         )
         report = executor.load_report
         executor.load_report = LoadReport(
@@ -390,6 +398,10 @@ class CpuExecutor:
                 self._kv.write(block, data)
 
         self._thread.submit(write).result()
+
+    def read_keys(self, layer: int, blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Return the keys of blocks in a layer of the KV memory, which must be f32: [tokens, KV heads, head size]."""
+        return self._thread.submit(self._kv.keys, layer, blocks).result()
 
     def _adapter(self, ref: AdapterRef) -> _core.Adapter:
         assert self.adapters is not None

@@ -61,6 +61,7 @@ class KvIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str  # versions of the core's layouts
     block_tokens: int
     block_bytes: int
+    offsets: str = ""  # digest of what is subtracted from keys
 
 
 def kv_identity(
@@ -72,6 +73,7 @@ def kv_identity(
     arithmetic: str,
     block_tokens: int,
     block_bytes: int,
+    offsets: str = "",  # of KeyOffsets.digest
 ) -> KvIdentity:
     """Return the identity of the KV that a CPU executor computes."""
     return KvIdentity(
@@ -83,6 +85,7 @@ def kv_identity(
         layout=f"{_core.LAYOUT}.{_core.KV_LAYOUT}",
         block_tokens=block_tokens,
         block_bytes=block_bytes,
+        offsets=offsets,
     )
 
 

@@ -37,6 +37,7 @@ from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
 from headrace.models.draft_heads import EagleLayer, open_draft_heads
 from headrace.models.formats.model_weights import content_digest
+from headrace.models.key_offsets import offsets_of
 from headrace.models.model_folder import ModelFolder, find_model, open_model, with_expanded_kv
 from headrace.models.own_module import OwnModule, own_module
 from headrace.models.precision import parse_precision
@@ -195,6 +196,7 @@ def _load(
         cache=cache_folder() if variant.cache else None,
         adapter_bytes=variant.adapter_memory_bytes,
         own=own,
+        offsets=offsets_of(folder.spec, variant),
         images=images,
         progress=progress,
     )
@@ -259,6 +261,7 @@ def _kv_identity(variant: Variant, folder: ModelFolder, executor: CpuExecutor) -
         arithmetic=executor.arithmetic,
         block_tokens=executor.capacity.block_tokens,
         block_bytes=executor.block_bytes,
+        offsets=executor.offsets_digest,
     )
 
 

@@ -52,6 +52,8 @@ def _of_model(folder: ModelFolder, variant: Variant) -> Iterator[bytes]:
     yield from named("variant", msgspec.msgpack.encode((variant.name, folder.spec)))
     if variant.image_weights != AUTO:
         yield from named("image_weights", variant.image_weights.encode())
+    if variant.offsets_file is not None:
+        yield from named("kv_offsets", _content(Path(variant.offsets_file).expanduser()))
     for name in _FILES:
         yield from named(name, _content(folder.path / name))
     yield from samples(folder.weights, {part.name for parts in folder.sources.values() for part in parts})
