@@ -27,7 +27,8 @@ from headrace.server.app import App
 from headrace.server.assemble import assemble
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
-from headrace.server.http.edge import ConnectionBounds, Edge
+from headrace.server.http.connection import ConnectionBounds
+from headrace.server.http.edge import Edge
 from headrace.server.routes import all_routes
 
 TOKENS_PER_S = 100.0

@@ -116,7 +116,8 @@ class Server:
         from headrace.server.assemble import assemble, assemble_lab
         from headrace.server.durable_state import DurableState
         from headrace.server.endpoint_context import EndpointContext
-        from headrace.server.http.edge import ConnectionBounds, Edge
+        from headrace.server.http.connection import ConnectionBounds
+        from headrace.server.http.edge import Edge
         from headrace.server.routes import all_routes
         from headrace.server.service_manager import ServiceManager
 

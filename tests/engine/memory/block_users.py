@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine.memory.block_manager import BlockManager, BlockTable
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_table import BlockTable
 
 SIZE = 16  # tokens of a block
 

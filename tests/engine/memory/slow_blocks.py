@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 
-from headrace.engine.memory.block_manager import BlockTable
+from headrace.engine.memory.block_table import BlockTable
 from headrace.engine.memory.prefix_tree import LOOK
 
 Tokens = tuple[int, ...]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.engine.memory.block_manager import LONE, BlockManager, BlockTable
+from headrace.engine.memory.block_manager import LONE, BlockManager
+from headrace.engine.memory.block_table import BlockTable
 from headrace.engine.memory.kv_cipher import CipherError, KvCipher
 from headrace.engine.memory.kv_disk import KvDisk
 from headrace.engine.memory.kv_tiers import Bytes, KvTiers

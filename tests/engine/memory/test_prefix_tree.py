@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.memory.block_manager import MOST_PINS, BlockManager
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.prefix_pins import MOST_PINS
 from headrace.engine.memory.prefix_tree import MOST_PUBLIC_BLOCKS
 from headrace.errors import RequestError
 from tests.engine.memory.block_users import SIZE, cached, opened, ran, text

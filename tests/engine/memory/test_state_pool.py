@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from headrace.engine.memory.block_manager import BlockManager, BlockTable
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_table import BlockTable
 from headrace.engine.memory.state_pool import StatePool
 from headrace.errors import RequestError
 from tests.engine.memory.block_users import SIZE, cached, opened, text

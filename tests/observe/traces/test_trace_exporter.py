@@ -16,7 +16,7 @@ from headrace.config.routing_section import ChainConfig, RoutingConfig, StepConf
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.observe.traces.timeline import Timeline
 from headrace.observe.traces.trace_exporter import TraceExporter
-from headrace.server.http.edge import Connection
+from headrace.server.http.connection import Connection
 from headrace.server.server import Server
 from tests.support.clock import Clock
 from tests.support.fake_upstream import ANSWER, config, faking, refuses, streams

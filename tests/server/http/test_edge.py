@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from headrace.observe import metrics
-from headrace.server.http import edge
+from headrace.server.http import connection
 from tests.support.running_server import CHAT, asynchronous, count, ended, request, say, serving, until, words
 
 LIVE = request("GET", "/health/live")
@@ -115,7 +115,7 @@ async def test_the_unwanted_rest_of_a_body_is_read_at_a_pace_and_the_response_co
         dropped = running.server.edge.dropped_until
         await until(lambda: running.server.edge.dropped_until > dropped)
         # One that is far ahead of its pace is not read: the kernel's buffers fill up.
-        monkeypatch.setattr(edge, "_DROPPED_PER_S", 1)
+        monkeypatch.setattr(connection, "_DROPPED_PER_S", 1)
         other = await running.client()
         other.writer.write(long)
         assert (await other.answer()).status == 413

@@ -1,8 +1,8 @@
 """The host's view of KV memory: which blocks are in use, which can be found again, and which are evicted.
 
-Owns the blocks' reference counts, the eviction order, pending copies and pinned prefixes; the prefix tree
-(`prefix_tree.py`) finds blocks by tokens. Does not know KV bytes, requests or time. Belongs to one thread. A block is
-in one of three states:
+Owns the blocks' reference counts, the eviction order and pending copies; the prefix tree (`prefix_tree.py`) finds
+blocks by tokens, and `prefix_pins.py` keeps pinned prefixes. Does not know KV bytes, requests or time. Belongs to one
+thread. A block is in one of three states:
 
     free ──take──▶ used (refs > 0) ──last holder releases──▶ idle, if it is in the tree ──oldest first──▶ free
                         ▲                                      │             └ else free at once
@@ -18,80 +18,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
-import msgspec
-
-from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack, unpack
+from headrace.engine.memory.block_stats import BlockStats, SaltStats
+from headrace.engine.memory.block_table import BlockTable, PrefixMatch
+from headrace.engine.memory.prefix_pins import PinnedPrefix, PrefixPins
+from headrace.engine.memory.prefix_tree import TOKEN_BYTES, Block, PrefixTree, must, pack
 from headrace.engine.memory.state_pool import StatePool
 from headrace.errors import RequestError
 
 MOST_SALTS: Final = 256  # salts with their own statistics; later ones are counted together as OTHER_SALTS
-MOST_PINS: Final = 256
 OTHER_SALTS: Final = "*"
 LONE: Final = "alone "  # salts that begin with this belong to one request, so nothing outside keeps their KV
-
-
-class PrefixMatch(msgspec.Struct, eq=False):
-    """The longest reusable prefix found so far. `BlockManager.acquire` matches again if the tree has changed."""
-
-    salt: str
-    variant: int
-    packed: bytes  # the tokens
-    count: int  # of the tokens
-    cached_tokens: int
-    path: list[Block]
-    source: Block | None  # a block that begins with the tokens after the path
-    stamp: int  # of the tree
-    stored: int = 0  # tokens after the cached ones that a tier may have
-
-
-class BlockTable(msgspec.Struct, eq=False):
-    """The blocks that one sequence holds. `blocks` only grows at its end."""
-
-    blocks: list[int]
-    salt: str
-    variant: int
-    cached_tokens: int  # computed, once a pending copy is done
-    path: list[Block]  # published blocks in the tree; may be another sequence's with the same tokens
-    source: Block | None  # the block that its first own block is copied from
-    tokens: int  # most that its sequence has had or asked for
-    state_slot: int = -1  # of its recurrent state, if the model has one
-    trail: list[int] = []  # slots for its states before each draft of a step
-    rolling: Block | None = None  # whose snapshot the sequence's next one replaces
-
-
-class PinnedPrefix(msgspec.Struct, frozen=True):
-    """A pinned prefix in whole blocks. `blocks` lists those that are computed."""
-
-    tokens: tuple[int, ...]
-    salt: str
-    variant: int
-    blocks: tuple[int, ...]
-
-
-class _Pin(msgspec.Struct, eq=False):
-    packed: bytes
-    salt: str
-    variant: int
-    path: list[Block] = []
-
-
-class SaltStats(msgspec.Struct):
-    asked: int = 0  # tokens of the sequences that acquired blocks
-    hit: int = 0  # of those, tokens found in the cache
-
-
-class BlockStats(msgspec.Struct, frozen=True):
-    block_tokens: int
-    total: int
-    free: int
-    cached: int  # idle: reusable, and evicted when memory is needed
-    used: int
-    pinned: int  # of the used blocks
-    unfilled: int  # token slots of sequences' blocks that they do not use yet
-    fragmentation: float  # share of unfilled slots among all slots of used blocks
-    evictions: int  # in total, as are the copies and the tokens of salts
-    copies: int
-    salts: dict[str, SaltStats]
 
 
 class BlockTier(Protocol):
@@ -128,7 +64,6 @@ class BlockManager:
             raise ValueError(f"Cannot manage {count} blocks of {block_tokens} tokens.")
         self.count = count
         self.block_tokens = block_tokens
-        self.most_pinned = count // 2 if most_pinned is None else most_pinned
         self._key_bytes = block_tokens * TOKEN_BYTES
         self._partial = copies and states is None
         self.states = states
@@ -140,8 +75,13 @@ class BlockManager:
         self._idle: OrderedDict[Block, None] = OrderedDict()  # released longest ago first
         self._copies: dict[Block, Block] = {}  # target -> source, in the order in which they must be made
         self._tables: set[BlockTable] = set()
-        self._pins: dict[tuple[str, int, bytes], _Pin] = {}
-        self._unmet: list[_Pin] = []  # pins that are not fully computed
+        self._pins = PrefixPins(
+            self._tree,
+            block_tokens,
+            most_blocks=count // 2 if most_pinned is None else most_pinned,
+            hold=self._hold,
+            drop=self._drop,
+        )
         self._evictions = 0
         self._copied = 0
         self._salts: dict[str, SaltStats] = {}
@@ -164,7 +104,7 @@ class BlockManager:
     @property
     def largest_sequence(self) -> int:
         """Tokens of a sequence that fits when no other runs, whatever is pinned."""
-        return (self.count - self._reserved()) * self.block_tokens
+        return (self.count - self._pins.reserved()) * self.block_tokens
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -436,8 +376,8 @@ class BlockManager:
         if table.source is not None and last > first:
             self._forget_outgrown(table.source, path[first], table.salt)
             table.source = None
-        for pin in [pin for pin in self._unmet if self._extend(pin)]:
-            self._unmet.remove(pin)
+        if self._pins.unmet:
+            self._pins.extend()
 
     def _present(self, table: BlockTable, computed: int) -> int:
         """Return the computed tokens before the first block that still waits for its copy."""
@@ -495,42 +435,19 @@ class BlockManager:
                 parameter="pin",
             )
         packed = self._whole_blocks(tokens)
-        pin = self._pins.get((salt, variant, packed))
-        if pin is None:
-            if not packed:
-                raise RequestError(
-                    f"A prefix of {len(tokens)} tokens fills no block, so it cannot be pinned.", parameter="pin"
-                )
-            reserved = self._reserved() + len(packed) // self._key_bytes
-            if reserved > self.most_pinned or len(self._pins) == MOST_PINS:
-                raise RequestError(
-                    f"{len(self._pins) + 1} prefixes of {reserved} blocks together would be pinned: the bounds are "
-                    f"{MOST_PINS} prefixes and {self.most_pinned} blocks",
-                    parameter="pin",
-                )
-            pin = self._pins[salt, variant, packed] = _Pin(packed, salt, variant)
-            if not self._extend(pin):
-                self._unmet.append(pin)
-        return len(pin.path) * self.block_tokens
+        if not packed:
+            raise RequestError(
+                f"A prefix of {len(tokens)} tokens fills no block, so it cannot be pinned.", parameter="pin"
+            )
+        return len(self._pins.add(packed, salt, variant).path) * self.block_tokens
 
     def unpin(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> bool:
         """Stop keeping a prefix. Return False if it was not pinned."""
-        pin = self._pins.pop((salt, variant, self._whole_blocks(tokens)), None)
-        if pin is None:
-            return False
-        if pin in self._unmet:
-            self._unmet.remove(pin)
-        for block in reversed(pin.path):
-            self._drop(block)
-        return True
+        return self._pins.remove(self._whole_blocks(tokens), salt, variant)
 
     def pinned(self) -> list[PinnedPrefix]:
         """Pinned prefixes in the order in which they were pinned."""
-        found: list[PinnedPrefix] = []
-        for pin in self._pins.values():
-            tokens = unpack(pin.packed)
-            found.append(PinnedPrefix(tuple(tokens), pin.salt, pin.variant, tuple(b.index for b in pin.path)))
-        return found
+        return self._pins.listed()
 
     def restore(self, tokens: Sequence[int], salt: str, *, variant: int = 0) -> BlockTable | None:
         """Return a table for a saved prefix; None if memory is short. The caller writes the KV of the tokens after
@@ -540,24 +457,8 @@ class BlockManager:
         cached = at // TOKEN_BYTES
         return self._acquire(PrefixMatch(salt, variant, packed, len(tokens), cached, path, None, 0), len(tokens))
 
-    def _extend(self, pin: _Pin) -> bool:
-        """Hold what is computed by now. Return whether that is all of it."""
-        size = self._key_bytes
-        node = pin.path[-1] if pin.path else self._tree.root(pin.variant)
-        for at in range(len(pin.path) * size, len(pin.packed), size):
-            child = self._tree.child(node, pin.salt, pin.packed[at : at + size])
-            if child is None:
-                return False
-            self._hold(child)
-            pin.path.append(child)
-            node = child
-        return True
-
     def _whole_blocks(self, tokens: Sequence[int]) -> bytes:
         return pack(tokens[: len(tokens) // self.block_tokens * self.block_tokens])
-
-    def _reserved(self) -> int:
-        return sum(len(pin.packed) for pin in self._pins.values()) // self._key_bytes
 
     # Statistics and checks
 
@@ -577,7 +478,7 @@ class BlockManager:
             free=len(self._free),
             cached=len(self._idle),
             used=self.count - self.available,
-            pinned=len({block for pin in self._pins.values() for block in pin.path}),
+            pinned=len(set(self._pins.held())),
             unfilled=self._unfilled(),
             fragmentation=self.fragmentation,
             evictions=self._evictions,
@@ -593,9 +494,8 @@ class BlockManager:
                 refs[index] += 1
             for block, index in zip(table.path, table.blocks, strict=False):
                 refs[block.index] += block.index != index
-        for pin in self._pins.values():
-            for block in pin.path:
-                refs[block.index] += 1
+        for block in self._pins.held():
+            refs[block.index] += 1
         for target, source in self._copies.items():
             refs[source.index] += 1
             must(target.refs > 0 and target.parent is None, f"block {target.index} waits for a copy that none needs")

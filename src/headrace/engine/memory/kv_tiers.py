@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_table import PrefixMatch
 from headrace.engine.memory.kv_disk import KvDisk, KvDiskStats
 from headrace.engine.memory.prefix_tree import unpack
 

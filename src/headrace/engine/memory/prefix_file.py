@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headrace._core as _core
-from headrace.engine.memory.block_manager import MOST_PINS, BlockManager, PinnedPrefix
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.prefix_pins import MOST_PINS, PinnedPrefix
 from headrace.errors import HeadraceError, ModelError, RequestError
 from headrace.models.formats.pack_file import PackFile, PackWriter
 from headrace.models.precision import KvType, WeightPlan

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_table import PrefixMatch
 from headrace.engine.scheduling.admission import tokens_in_all
 from headrace.engine.scheduling.cold_prefixes import ColdPrefixes
 from headrace.engine.scheduling.forecast import Forecast

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from headrace.engine.memory.block_manager import BlockManager, PrefixMatch
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_table import PrefixMatch
 from headrace.engine.scheduling.waiting_queue import QUANTUM, JobState, SequenceJob, TenantAccount
 
 GROWTH_TOKENS: Final = 16  # that a sequence gets memory for beside what it has; at most a block

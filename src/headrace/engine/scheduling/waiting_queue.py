@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Final
 
 from headrace.engine.interface.request import FinishReason, GenerationRequest, SequenceState
-from headrace.engine.memory.block_manager import BlockTable, PrefixMatch
+from headrace.engine.memory.block_table import BlockTable, PrefixMatch
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.tenant_service import RecentService, TenantAccount
 from headrace.surfaces import Surface

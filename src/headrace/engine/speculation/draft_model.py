@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from headrace.engine.executors.executor import Executor, StepBatch
 from headrace.engine.interface.request import SequenceState
-from headrace.engine.memory.block_manager import BlockManager, BlockStats, BlockTable
+from headrace.engine.memory.block_manager import BlockManager
+from headrace.engine.memory.block_stats import BlockStats
+from headrace.engine.memory.block_table import BlockTable
 from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 from headrace.engine.speculation.drafters import DraftRequests, Mask, sample_rows
 from headrace.errors import RequestError

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from headrace.errors import HeadraceError
 from headrace.server.http.api_call import LOCAL
-from headrace.server.http.edge import Application, Connection, ConnectionBounds, Edge
+from headrace.server.http.connection import Application, Connection, ConnectionBounds
+from headrace.server.http.edge import Edge
 
 _WAITING: Final = 64  # backlog of pending connections
 Message = MutableMapping[str, Any]

@@ -13,7 +13,7 @@ from headrace.server.admin.admin_socket import AdminSocket
 from headrace.server.admin.admin_usage import UsageExport
 from headrace.server.http.api_call import ApiCall
 from headrace.server.http.body_parameters import ParameterTable
-from headrace.server.http.edge import Application, ConnectionBounds
+from headrace.server.http.connection import Application, ConnectionBounds
 from headrace.server.http.route_table import Route
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.server.http.edge import ConnectionBounds, Edge
+from headrace.server.http.connection import ConnectionBounds
+from headrace.server.http.edge import Edge
 from headrace.server.openvino_server.openai_app import OpenAiApp
 from headrace.server.openvino_server.pipeline_thread import PipelineThread
 

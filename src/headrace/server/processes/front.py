@@ -30,7 +30,8 @@ from headrace.server.app import App
 from headrace.server.assemble import SharedState, assemble
 from headrace.server.durable_state import DurableState
 from headrace.server.endpoint_context import EndpointContext
-from headrace.server.http.edge import ConnectionBounds, Edge
+from headrace.server.http.connection import ConnectionBounds
+from headrace.server.http.edge import Edge
 from headrace.server.http.route_table import Route
 from headrace.server.late_loading import load_rest
 from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads

@@ -31,7 +31,8 @@ from headrace.gateway.ledger.ledger import Ledger
 from headrace.lab.online.hard_cases import HardCase, HardCases
 from headrace.observe import metrics
 from headrace.server.admin.admin_socket import listen_on
-from headrace.server.http.edge import Application, ConnectionBounds, Edge
+from headrace.server.http.connection import Application, ConnectionBounds
+from headrace.server.http.edge import Edge
 from headrace.server.processes.channel import CallHandler, Channel
 from headrace.server.processes.finished_requests import FinishedRequest, adopt
 from headrace.server.processes.relay import taking_relayed
