@@ -174,7 +174,7 @@ LOOSE: Any = {"type": "function", "function": {**WEATHER["function"], "strict": 
 
 
 def test_calls_of_auto_are_json_that_fits_the_schema_whatever_the_seed(base_url: str) -> None:
-    """Without `strict`. The bundled model calls in two of three answers, and breaks some of them if it is let."""
+    """Without `strict`. The bundled model calls in a third of the answers, and breaks some of them if it is let."""
 
     async def all_seeds() -> list[ChatCompletion]:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as many:
@@ -186,7 +186,7 @@ def test_calls_of_auto_are_json_that_fits_the_schema_whatever_the_seed(base_url:
                         tools=[LOOSE, CLOCK],
                         temperature=1.2,
                         seed=seed,
-                        max_tokens=100 if seed % 5 else 12,
+                        max_tokens=100 if seed % 5 else 8,
                     )
                     for seed in range(60)
                 )
@@ -203,7 +203,7 @@ def test_calls_of_auto_are_json_that_fits_the_schema_whatever_the_seed(base_url:
             assert choice.finish_reason == ("tool_calls" if calls else "stop")
         called += bool(calls)
         cut += choice.finish_reason == "length" and not calls
-    assert called > 20
+    assert called > 12
     assert cut > 3  # half a call is none
 
 

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1800.0  # builds the core where no objects of it are left
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,11 @@ def with_truncated_template(folder: Path) -> Path:
 def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AnswererSpec]:
     folder = tmp_path_factory.mktemp("variants")
     noisy = with_noise(folder / "noisy", "model.layers.3.mlp.down_proj.weight", 3.0)
-    every = {"keep": ("*=int4-channel",)}
+    every = {"keep": ("*=int3",)}
     return {
         "baseline": parse_spec("mini", parameter="x"),
         "int8": parse_spec("mini@int8", parameter="x"),
-        "int4 everywhere": parse_spec("mini@int4-channel", parameter="x", options=every),
+        "int3 everywhere": parse_spec("mini@int3", parameter="x", options=every),
         "noise": parse_spec(str(noisy), parameter="x"),
         "template": parse_spec(str(with_truncated_template(folder / "template")), parameter="x"),
         "swapped": parse_spec("draft", parameter="x"),
@@ -111,7 +111,7 @@ def test_int8_passes(specs: dict[str, AnswererSpec], answers: dict[str, list[Ans
 @pytest.mark.parametrize(
     ("defect", "caught_by"),
     [
-        ("int4 everywhere", {"kl"}),
+        ("int3 everywhere", {"kl"}),
         ("noise", {"kl"}),
         ("template", {"similarity"}),
         ("swapped", {"kl"}),
