@@ -26,7 +26,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
-class PinnedPrefix(msgspec.Struct, eq=False):
+class TrackedPin(msgspec.Struct, eq=False):
     packed: bytes
     salt: str
     variant: int
@@ -44,14 +44,14 @@ class PrefixPins:
         drop: Callable[[Block], None],
     ) -> None:
         self.most_blocks = most_blocks
-        self.unmet: list[PinnedPrefix] = []  # not fully computed
-        self._pins: dict[tuple[str, int, bytes], PinnedPrefix] = {}
+        self.unmet: list[TrackedPin] = []  # not fully computed
+        self._pins: dict[tuple[str, int, bytes], TrackedPin] = {}
         self._tree = tree
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._hold = hold
         self._drop = drop
 
-    def add(self, packed: bytes, salt: str, variant: int) -> PinnedPrefix:
+    def add(self, packed: bytes, salt: str, variant: int) -> TrackedPin:
         """Keep a prefix of whole blocks: what is computed now, and the rest once it is computed."""
         pin = self._pins.get((salt, variant, packed))
         if pin is None:
@@ -62,7 +62,7 @@ class PrefixPins:
                     f"{MOST_PINS} prefixes and {self.most_blocks} blocks",
                     parameter="pin",
                 )
-            pin = self._pins[salt, variant, packed] = PinnedPrefix(packed, salt, variant)
+            pin = self._pins[salt, variant, packed] = TrackedPin(packed, salt, variant)
             if not self._extend(pin):
                 self.unmet.append(pin)
         return pin
@@ -99,7 +99,7 @@ class PrefixPins:
         """Return the blocks that pins hold, each as often as it is held."""
         return [block for pin in self._pins.values() for block in pin.path]
 
-    def _extend(self, pin: PinnedPrefix) -> bool:
+    def _extend(self, pin: TrackedPin) -> bool:
         """Hold what is computed by now. Return whether that is all of it."""
         size = self._block_bytes
         node = pin.path[-1] if pin.path else self._tree.root(pin.variant)
