@@ -189,7 +189,7 @@ class Caching:
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(clock=self.clock) if self.store is None else self.store
-        guarded = GuardedStore(self.store, clock=self.clock, failed=self.failures.append)
+        guarded = GuardedStore(self.store, get_s=60.0, put_s=60.0, clock=self.clock, failed=self.failures.append)
         self.cache = ExactCache(
             guarded,
             self.modes,

@@ -48,8 +48,8 @@ def stores(server: Server) -> Stores:
     """Stores on tables of their own."""
     schema = f"test_{secrets.token_hex(6)}"
 
-    def one(**options: Any) -> PostgresAccountStore:
-        return PostgresAccountStore(server.dsn, schema=schema, **options)
+    def one(*, answer_s: float = 60.0, **options: Any) -> PostgresAccountStore:
+        return PostgresAccountStore(server.dsn, schema=schema, answer_s=answer_s, **options)
 
     return one
 
@@ -182,15 +182,17 @@ def test_a_database_that_is_not_there_is_an_error_of_the_storage() -> None:
     asynchronous(test)
 
 
-def test_a_database_that_is_frozen_costs_a_bounded_wait_and_is_back_afterwards(stores: Stores, server: Server) -> None:
+def test_a_database_that_is_frozen_costs_a_bounded_wait_and_is_back_afterwards(
+    stores: Stores, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
-        gateway = AccountServices(
-            stores(answer_s=0.2), {}, served=SERVED, keys=(declared(),), admin=AdminConfig(poll_s=3600.0)
-        )
+        store = stores()
+        gateway = AccountServices(store, {}, served=SERVED, keys=(declared(),), admin=AdminConfig(poll_s=3600.0))
         await gateway.shared.start()
         await gateway.operations.create_tenant(WHO, "red", TenantConfig())
         key = await gateway.operations.create_key(WHO, NewKey(name="k", tenant="red", scope=KeyScope()))
-        with server.frozen():
+        with server.frozen(), monkeypatch.context() as bounded:
+            bounded.setattr(store, "_answer_s", 0.2)
             assert not await gateway.shared.refresh()
             assert (await refused(gateway.operations.revoke_key(WHO, key["id"]))).status == 503
             assert gateway.directory.identify(bearer(key["secret"])).tenant == "red"

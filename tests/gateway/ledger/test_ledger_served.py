@@ -483,7 +483,7 @@ async def test_with_a_frozen_postgres_what_is_leased_is_served_and_nothing_is_lo
             "free": TenantConfig(budgets=budgets, budget_fail="open"),
         },
         "keys": (key("acme"), key("shut", "shut"), key("free", "free")),
-        "ledger": LedgerConfig(store="postgres", dsn_env="LEDGER_DSN", wait_ms=300.0),
+        "ledger": LedgerConfig(store="postgres", dsn_env="LEDGER_DSN", wait_ms=1_000.0),
     }
     with postgres_serving() as postgres:
         monkeypatch.setenv("LEDGER_DSN", postgres.dsn)

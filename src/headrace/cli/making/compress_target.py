@@ -57,9 +57,9 @@ def planned(
     watch: Callable[[int, int], None],
 ) -> Recipe:
     """Measure the products, print the plan that meets the target, and return the recipe with its bits."""
-    fixed = _fixed(recipe)
+    most_bits = _most_bits(folder, recipe, target)  # before minutes are spent on a target that cannot be met
     products = measure_sensitivity(folder, sequences, recipe, CANDIDATES, watch=watch)
-    plan = plan_bits(products, recipe, fixed=fixed, most_bits=_most_bits(folder, recipe, target), most_kl=target.kl)
+    plan = plan_bits(products, recipe, fixed=_fixed(recipe), most_bits=most_bits, most_kl=target.kl)
     _show(products, plan)
     return msgspec.structs.replace(recipe, bits=plan.bits)
 

@@ -25,6 +25,7 @@ from tests.support.running_server import asynchronous
 
 TAGS = ("docs", "pricing")
 TENANTS = ("a", "b")
+BOUND_S = 60.0  # of a lookup: no test here is about time
 MOST, OF_A_TENANT = 12_000, 8_000  # bytes; an entry takes some hundreds
 
 
@@ -165,7 +166,7 @@ def test_sqlite_keeps_what_a_dictionary_would(tmp_path: Path, wished: list[Any])
     async def test() -> None:
         database = Database(tmp_path)
         clock = Clock()
-        store = SqliteStore(database, most_bytes=MOST, tenant_bytes=OF_A_TENANT, clock=clock)
+        store = SqliteStore(database, most_bytes=MOST, tenant_bytes=OF_A_TENANT, bound_s=BOUND_S, clock=clock)
         try:
             base = await size_in(store, known(1), b"")
             per_tag = await size_in(store, known(1, tags=("docs",)), b"") - base
@@ -251,7 +252,7 @@ async def test_a_tenant_cannot_read_anothers_entry_even_by_its_key() -> None:
 
 def sqlite(folder: Path, **options: Any) -> tuple[Database, SqliteStore]:
     database = Database(folder)
-    return database, SqliteStore(database, **options)
+    return database, SqliteStore(database, bound_s=BOUND_S, **options)
 
 
 def test_in_sqlite_too_a_tenant_cannot_read_anothers_entry(tmp_path: Path) -> None:

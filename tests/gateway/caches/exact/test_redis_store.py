@@ -29,6 +29,7 @@ from tests.support.clock import Clock
 from tests.support.exact_caches import Caching, Mouth, cache_key, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
 
+BOUND_S = 60.0  # of a lookup: no test here is about time
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
@@ -109,7 +110,7 @@ async def keep(store: RedisStore, one: CacheKey, data: bytes, seconds: float = 6
 @asynchronous
 async def test_what_one_gateway_stores_another_one_finds() -> None:
     fake = Fake()
-    here, there = RedisStore(fake), RedisStore(fake)
+    here, there = (RedisStore(fake, bound_s=BOUND_S) for _ in range(2))
     await keep(here, cache_key(), b"answer", seconds=60.0)
     assert (await there.get(cache_key())).data == b"answer"
     assert (await there.get(cache_key(2))).data is None
@@ -133,7 +134,7 @@ async def test_what_one_gateway_stores_another_one_finds() -> None:
 @asynchronous
 async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: InvalidationScope, gone: str) -> None:
     fake = Fake()
-    here, there = RedisStore(fake), RedisStore(fake)
+    here, there = (RedisStore(fake, bound_s=BOUND_S) for _ in range(2))
     entries = {
         f"{tag or 'plain'} of {tenant}": cache_key(tenant=tenant, tags=(tag,) if tag else ())
         for tag in ("pricing", "")
@@ -154,7 +155,7 @@ async def test_an_invalidation_is_one_write_and_holds_for_every_gateway(scope: I
 @asynchronous
 async def test_an_answer_begun_before_an_invalidation_elsewhere_is_not_served_after_it() -> None:
     fake = Fake()
-    here, there = RedisStore(fake), RedisStore(fake)
+    here, there = (RedisStore(fake, bound_s=BOUND_S) for _ in range(2))
     one = cache_key(tags=["pricing"])
     for _ in range(2):  # whether the tag was known before or not
         found = await here.get(one)
@@ -168,7 +169,7 @@ async def test_an_answer_begun_before_an_invalidation_elsewhere_is_not_served_af
 @asynchronous
 async def test_what_redis_forgets_makes_misses_and_brings_nothing_back() -> None:
     fake = Fake()
-    store = RedisStore(fake)
+    store = RedisStore(fake, bound_s=BOUND_S)
     one = cache_key(tags=["pricing"])
     await keep(store, one, b"old")
     scopes = [name for name in fake.values if ":scope" in name]
@@ -188,7 +189,7 @@ async def test_what_redis_forgets_makes_misses_and_brings_nothing_back() -> None
 @asynchronous
 async def test_scopes_last_longer_than_their_entries() -> None:
     fake = Fake()
-    store = RedisStore(fake, most_seconds=100.0)
+    store = RedisStore(fake, most_seconds=100.0, bound_s=BOUND_S)
     await keep(store, cache_key(), b"x", seconds=1e6)
     (lasting,) = [expires - fake.clock.now for name, (_, expires) in fake.values.items() if ":scope" not in name]
     assert lasting == 100.0
@@ -206,7 +207,7 @@ async def test_scopes_last_longer_than_their_entries() -> None:
 @asynchronous
 async def test_a_hit_is_one_round_trip_of_bounded_work() -> None:
     fake = Fake()
-    store = RedisStore(fake)
+    store = RedisStore(fake, bound_s=BOUND_S)
     one = cache_key(tags=[f"tag-{number}" for number in range(8)])
     await keep(store, one, b"x")
     calls, commands = fake.calls, fake.commands
@@ -217,7 +218,7 @@ async def test_a_hit_is_one_round_trip_of_bounded_work() -> None:
 @asynchronous
 async def test_a_crowd_is_a_few_round_trips() -> None:
     fake = Fake()
-    store = RedisStore(fake)
+    store = RedisStore(fake, bound_s=BOUND_S)
     crowd = [cache_key(number, tenant="ab"[number % 2], tags=["docs"] if number % 3 else []) for number in range(200)]
     found = await asyncio.gather(*map(store.get, crowd))
     assert all(each.data is None and each.ticket is not None for each in found)
@@ -232,7 +233,7 @@ async def test_a_crowd_is_a_few_round_trips() -> None:
 @asynchronous
 async def test_other_tenants_names_are_not_found_and_not_readable() -> None:
     fake = Fake()
-    store = RedisStore(fake)
+    store = RedisStore(fake, bound_s=BOUND_S)
     theirs = cache_key(tenant="secretive")
     await keep(store, theirs, b"x")
     assert (await store.get(CacheKey("b", theirs.digest))).data is None
@@ -243,7 +244,7 @@ async def test_other_tenants_names_are_not_found_and_not_readable() -> None:
 
 @asynchronous
 async def test_without_a_ticket_and_beyond_its_length_nothing_is_kept() -> None:
-    store = RedisStore(Fake(), entry_bytes=10)
+    store = RedisStore(Fake(), entry_bytes=10, bound_s=BOUND_S)
     assert not await store.put(cache_key(), b"x", 60.0, None)
     found = await store.get(cache_key())
     assert not await store.put(cache_key(), b"x" * 11, 60.0, found.ticket)
@@ -253,7 +254,7 @@ async def test_without_a_ticket_and_beyond_its_length_nothing_is_kept() -> None:
 @asynchronous
 async def test_nonsense_in_redis_is_a_miss() -> None:
     fake = Fake()
-    caching = Caching(store=RedisStore(fake))
+    caching = Caching(store=RedisStore(fake, bound_s=BOUND_S))
     await caching.ask(cache_key(), saying("right"))
     (name,) = [name for name in fake.values if ":scope" not in name]
     value, expires = fake.values[name]
@@ -271,7 +272,7 @@ async def test_nonsense_in_redis_is_a_miss() -> None:
 @asynchronous
 async def test_two_gateways_share_answers_and_invalidations() -> None:
     fake = Fake()
-    here, there = (Caching(store=RedisStore(fake)) for _ in range(2))
+    here, there = (Caching(store=RedisStore(fake, bound_s=BOUND_S)) for _ in range(2))
     one = cache_key(tags=["pricing"])
     mouth = Mouth(ChoiceDelta(0, ""))
     slow = here.cache.generate(await here.look(one), JoinTerms(), lambda: mouth)

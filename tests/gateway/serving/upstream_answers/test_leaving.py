@@ -74,7 +74,7 @@ async def test_who_leaves_the_queue_leaves_no_trace() -> None:
         for answering in (first, second):
             await answering.begin()
             running.append(asyncio.create_task(answering.run(lambda piece: True)))
-        await until(lambda: upstream.slots.waiting == 1)
+        await until(lambda: upstream.slots.waiting == 1 and len(fake.heard) == 1)
         second.cancel()
         assert await soon(running[1])
         second.settle()
