@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import load_file
 
 from headrace.adapt.adaptation import AdaptedModel, adapt_model
-from headrace.adapt.modules import parse_targets
+from headrace.adapt.modules import parse_targets, trained_modules
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.adapt.training import TrainingProgress
 from headrace.adapt.training_rows import TrainingRow
@@ -140,6 +141,29 @@ def test_a_full_model_is_served_with_the_trained_weights(tiny: Tiny, tmp_path: P
     assert before.keys() == after.keys()
     moved = {name: np.abs(after[name] - before[name]).max() for name in before}
     assert all(0 < value < 0.01 for value in moved.values()), moved
+
+
+def test_experts_are_trained_but_not_what_chooses_them(tiny: Tiny, tmp_path: Path) -> None:
+    folder = open_model(tiny("qwen2-moe").folder)
+    adapted = adapt(folder, tmp_path / "model", replace(RECIPE, full=True, rate=0.005))
+    assert adapted.state.best_loss < 0.9 * adapted.state.evaluations[0].held_out_loss
+    made = open_model(tmp_path / "model")
+    for name, changes in {"router": False, "experts.0.down": True, "shared.gate_up": True, "shared_gate": True}.items():
+        one, other = (each.tensor(f"layers.2.mlp.{name}").to_f32() for each in (made, folder))
+        assert np.array_equal(one, other) is not changes
+    losses = [answer_loss(tmp_path / "model", row) for row in HELD_OUT]
+    assert np.mean(losses) == pytest.approx(adapted.state.best_loss, rel=0.01)
+
+
+def test_an_adapter_of_a_mixture_leaves_its_experts(tiny: Tiny) -> None:
+    folder = open_model(tiny("qwen2-moe").folder)
+    names = {module.name for module in trained_modules(folder)}
+    assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"} < names  # layer 1 is dense
+    assert not [name for name in names if "expert" in name]
+    mixtral = open_model(tiny("mixtral").folder)
+    for targets in ("mlp", "w1"):
+        with pytest.raises(RequestError, match="experts, which take no adapters"):
+            parse_targets(mixtral, targets)
 
 
 def test_a_student_learns_its_teachers_predictions(tiny: Tiny, llama: ModelFolder, tmp_path: Path) -> None:

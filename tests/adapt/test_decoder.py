@@ -19,7 +19,7 @@ from headrace.models.packing import pack_matrix
 from headrace.models.precision import parse_precision
 from tests.models.tiny_models import Reference, prompt
 
-TRAINABLE = ("llama", "qwen3", "gemma3", "phi3", "olmo2")
+TRAINABLE = ("llama", "qwen3", "gemma3", "phi3", "olmo2", "qwen3-moe")
 
 
 def logits_of(folder: ModelFolder, tokens: list[int]) -> np.ndarray:
@@ -42,6 +42,16 @@ def test_logits_are_those_of_the_pass_in_numpy(name: str, tiny: Callable[[str], 
     tokens = prompt(80, seed=3)
     expected = logits_of(folder, tokens)
     found = all_logits(Decoder(folder), tokens)
+    assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen2-moe"])
+def test_logits_of_mixtures_with_shared_experts_are_those_of_transformers(
+    name: str, tiny: Callable[[str], Reference]
+) -> None:
+    tokens = prompt(40, seed=3)
+    expected = tiny(name).logits(tokens)
+    found = all_logits(Decoder(open_model(tiny(name).folder)), tokens)
     assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-4
 
 
@@ -101,7 +111,7 @@ def test_encoders_are_rejected(tiny: Callable[[str], Reference]) -> None:
         check_trainable(open_model(tiny("bert").folder).spec)
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma3n-untied", "ministral3"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma3n-untied", "ministral3", "deepseek-v3", "gpt-oss"])
 def test_decoders_that_it_would_compute_otherwise_are_rejected_by_name(
     name: str, tiny: Callable[[str], Reference]
 ) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 import headrace._core as _core
 from headrace.adapt.attention import attend
+from headrace.adapt.mixture import can_mix, is_routing, mixture
+from headrace.adapt.modules import trained_modules
 from headrace.adapt.products import LowRank, Product
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.compress.layer_pass import load_tensor, rope_tables
 from headrace.errors import RequestError
-from headrace.models.adapters.adapter_modules import adapter_modules
 from headrace.models.model_folder import ModelFolder
 from headrace.models.packing import pack_matrix
 from headrace.models.precision import parse_precision
@@ -55,9 +56,9 @@ def check_trainable(spec: ModelSpec) -> None:
     layers = any(layer.shares is not None or layer.gate_cutoff is not None for layer in spec.layers)
     unlike = unlike or spec.layer_inputs or spec.layer_scale or spec.value_norm or layers or not spec.same_layers
     positions = spec.alibi or spec.learned_positions or any(layer.grows for layer in spec.layers)
-    if spec.experts or unlike or positions or spec.head_bias or spec.activation not in ACTIVATIONS:
+    if unlike or positions or spec.head_bias or spec.activation not in ACTIVATIONS or not can_mix(spec.experts):
         raise RequestError(
-            f"`headrace adapt` cannot train {spec.architecture} yet: it takes decoders like Llama, without experts.",
+            f"`headrace adapt` cannot train {spec.architecture} yet: it takes decoders like Llama.",
             parameter="model",
         )
 
@@ -76,7 +77,7 @@ class Decoder:
         full = recipe is not None and recipe.full
         for name in folder.shapes:
             if not (is_product(name) and name.startswith("layers.")):
-                self._tensors[name] = self._load(folder, name, full)
+                self._tensors[name] = self._load(folder, name, full and not is_routing(name))
         for name, shape in folder.shapes.items():
             if is_product(name) and name.startswith("layers."):
                 self.products[name] = self._product(folder, name, shape[0], recipe)
@@ -125,7 +126,7 @@ class Decoder:
         return Product(weight, bias, outputs=outputs, rounding=rounded, pool=self._pool)
 
     def _add_adapters(self, folder: ModelFolder, recipe: AdaptRecipe) -> None:
-        for place, module in enumerate(adapter_modules(folder, recipe.targets)):
+        for place, module in enumerate(trained_modules(folder, recipe.targets)):
             product = self.products[module.tensor]
             inputs = folder.shapes[module.tensor][1]
             generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + place)
@@ -144,7 +145,11 @@ class Decoder:
             states, mixed = (each.flatten(0, 1).index_select(0, places) for each in (states, mixed))
         states = self._join(f"{name}.attn", states, self.products[f"{name}.attn.o"](mixed))
         inputs = self._norm(f"{name}.mlp.norm", states) if self.spec.pre_norm else states
-        return self._join(f"{name}.mlp", states, self._feed_forward(f"{name}.mlp", inputs))
+        if layer.experts and self.spec.experts is not None:
+            outputs = mixture(self.spec.experts, f"{name}.mlp", inputs, self._tensors, self._feed_forward)
+        else:
+            outputs = self._feed_forward(f"{name}.mlp", inputs)
+        return self._join(f"{name}.mlp", states, outputs)
 
     def _attention(self, name: str, layer: LayerSpec, inputs: Tensor) -> Tensor:
         spec = self.spec

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.adapt.decoder import Decoder
+from headrace.adapt.modules import trained_modules
 from headrace.adapt.recipe import AdaptRecipe
 from headrace.compress.compressed_folder import copy_other_files
 from headrace.compress.disk_layout import DenseType, dense_type
@@ -27,7 +28,7 @@ from headrace.compress.layer_pass import F32, is_norm
 from headrace.compress.stored_product import NAMES, to_disk_type
 from headrace.errors import RequestError
 from headrace.models.adapters.adapter_folder import ADAPTER_CONFIG, ADAPTER_FILE
-from headrace.models.adapters.adapter_modules import adapter_modules, file_sources, part_slices
+from headrace.models.adapters.adapter_modules import file_sources, part_slices
 from headrace.models.families.family import TensorPart
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.formats.gguf_file import GgufFile
@@ -46,7 +47,7 @@ _MODEL_TYPES: Final = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
 def write_adapter(folder: ModelFolder, student: Decoder, recipe: AdaptRecipe, out: Path, *, base: str) -> None:
     """Write the adapter of a student that was trained with `recipe`. `base` is the model's name as it was given."""
     out.mkdir(parents=True)
-    modules = adapter_modules(folder, recipe.targets)
+    modules = trained_modules(folder, recipe.targets)
     tensors: dict[str, Any] = {}
     for module in modules:
         for side in ("A", "B"):

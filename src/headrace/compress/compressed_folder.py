@@ -39,13 +39,8 @@ def write_folder(
 ) -> None:
     """Write weights, config and the original's other files. The config comes last: a folder with one is complete."""
     out.mkdir(exist_ok=True)
-    tensors: dict[str, Pieces] = {}
-    for layer in layers:
-        for name in layer.tensors:
-            tensors[name] = _stored(layer, name)
-    for name in untouched_names(folder):
-        tensors.setdefault(name, _copied(folder, name))
-    write_safetensors(out / SINGLE_FILE, dict(sorted(tensors.items())), {"format": "pt"})
+    copied = {name: name for name in untouched_names(folder)}
+    write_safetensors(out / SINGLE_FILE, joined_tensors(folder, layers, copied), {"format": "pt"})
     copy_other_files(folder.path, out)
     config = dict(read_json(folder.path / "config.json", limit=_CONFIG_LIMIT))
     nested = config.get("text_config")
@@ -57,6 +52,16 @@ def write_folder(
         config["quantization_config"] = _CONFIGS[format](folder, recipe, written)
     with new_file(out / "config.json") as file:
         file.write(json.dumps(config, indent=2).encode() + b"\n")
+
+
+def joined_tensors(
+    folder: ModelFolder, layers: Sequence[SafetensorsFile], copied: Mapping[str, str]
+) -> dict[str, Pieces]:
+    """Return the tensors of finished layers, and those of the original under new names."""
+    tensors = {name: _stored(layer, name) for layer in layers for name in layer.tensors}
+    for name, new in copied.items():
+        tensors.setdefault(new, _copied(folder, name))
+    return dict(sorted(tensors.items()))
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace.compress.compressed_folder import card_of, folder_bytes
 from headrace.compress.pruning import STRUCTURED
-from headrace.compress.recipe import KEPT, Recipe
-from headrace.compress.work_folder import ProductReport
+from headrace.compress.recipe import KEPT, Recipe, SplitPlan
+from headrace.compress.work_folder import ProductReport, SplitReport
 from headrace.models.formats.atomic_file import new_file
 from headrace.models.model_folder import ModelFolder
 
@@ -27,6 +27,47 @@ def write_card(
     """Write the card into a model folder. `calibration` says on what, `quality` is a Markdown table."""
     with new_file(card_of(model)) as file:
         file.write(_card(model, original, recipe, products, format, calibration, quality).encode())
+
+
+def write_split_card(
+    model: Path,
+    original: ModelFolder,
+    plan: SplitPlan,
+    reports: Sequence[SplitReport],
+    *,
+    calibration: str,
+    quality: str = "",
+) -> None:
+    """Write the card of a dense model that was split into experts."""
+    name = original.path.name
+    lines = [
+        f"---\nbase_model: {name}\ntags: [mixture-of-experts, headrace]\n---",
+        f"# {model.name}",
+        f"{name} split into experts with `headrace reshape`. Serve it with `headrace serve --model {model.name}`, or "
+        "with any engine that runs Glm4MoeForCausalLM.",
+        "## Recipe",
+        f"| | |\n|---|---|\n| shared experts | {plan.shared} |\n| routed experts | {plan.routed}, of which a token "
+        f"goes through {plan.active} |\n| neurons of an expert | {original.spec.intermediate_size // plan.parts} |\n"
+        f"| active neurons | {plan.active_share:.1%} |\n| weight files | {original.weights.total_bytes / 1e6:,.1f} MB "
+        f"before, {folder_bytes(model) / 1e6:,.1f} MB after |\n| calibration | {calibration} |",
+    ]
+    if quality:
+        lines += ["## Quality", quality.strip()]
+    lines += [
+        "## Layers",
+        "Sums of squares on calibration tokens that nothing was fitted to: what the routed experts add, relative to "
+        "the outputs of the MLP; the part of it in the experts that the router chooses, and in those that add most; "
+        "the error of the layer's outputs, relative to what it adds to its inputs.",
+        "| layer | routed outputs, % | of them kept, % | best choice, % | error, % |\n|---:|---:|---:|---:|---:|\n"
+        + "\n".join(
+            f"| {each.layer} | {each.routed_size:.1%} | {each.kept:.1%} | {each.best:.1%} | {each.error:.1%} |".replace(
+                "%", ""
+            )
+            for each in reports
+        ),
+    ]
+    with new_file(card_of(model)) as file:
+        file.write(("\n\n".join(lines) + "\n").encode())
 
 
 def describe_recipe(recipe: Recipe) -> str:

@@ -97,6 +97,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return GridSpec(bits=bits, group=self.group, symmetric=self.symmetric, scale_type=self.scale_type)
 
 
+class SplitPlan(msgspec.Struct, frozen=True):
+    """Into how many experts every MLP is split. All have the same number of neurons."""
+
+    routed: int
+    active: int  # of the routed ones, for each token
+    shared: int
+
+    @property
+    def parts(self) -> int:
+        return self.routed + self.shared
+
+    @property
+    def active_share(self) -> float:
+        """Return the share of the neurons that a token goes through."""
+        return (self.active + self.shared) / self.parts
+
+
 def check_method(name: str) -> str:
     if name not in METHODS:
         raise RequestError(f"Unknown method '{name}'. Expected {', '.join(METHODS)}.", parameter="method")

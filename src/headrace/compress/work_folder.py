@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from headrace.compress.layer_pass import F32
-from headrace.compress.recipe import Recipe
+from headrace.compress.recipe import Recipe, SplitPlan
 from headrace.compress.stored_product import Stored
 from headrace.errors import RequestError
 from headrace.models.formats.atomic_file import new_file
@@ -33,6 +33,16 @@ class ProductReport(msgspec.Struct, frozen=True):
     exponent: float = 0.0  # of the factors that were moved; 0: none
 
 
+class SplitReport(msgspec.Struct, frozen=True):
+    """What became of one layer, on calibration tokens that nothing was fitted to. Sizes are sums of squares."""
+
+    layer: int
+    routed_size: float  # of what the routed experts add, relative to the MLP's outputs
+    kept: float  # part of that size in the experts that the router chooses
+    best: float  # part in the experts that add most: a router that knows the outputs
+    error: float  # of the layer's outputs, relative to what it adds to its inputs
+
+
 class Job(msgspec.Struct, frozen=True):
     """What a work folder is for. Another job does not continue it."""
 
@@ -40,12 +50,14 @@ class Job(msgspec.Struct, frozen=True):
     recipe: Recipe
     tokens: str  # digest of the calibration tokens
     format: str
+    split: SplitPlan | None = None  # the work gives a dense model experts, and rounds nothing
 
 
 class Progress(msgspec.Struct, frozen=True):
     job: Job
     layers: int = 0  # finished
     products: list[ProductReport] = []
+    splits: list[SplitReport] = []
 
 
 class WorkFolder:
@@ -84,7 +96,9 @@ class WorkFolder:
         """Return the hidden states behind the last finished layer."""
         return np.load(self._hidden(self.layers))
 
-    def finish_layer(self, tensors: Stored, hidden: F32 | None, products: list[ProductReport]) -> None:
+    def finish_layer(
+        self, tensors: Stored, hidden: F32 | None, products: list[ProductReport], split: SplitReport | None = None
+    ) -> None:
         """Save a layer. `hidden` is None behind the last one."""
         write_safetensors(self.shard(self.layers), as_pieces(tensors))
         done = self.layers + 1
@@ -92,7 +106,8 @@ class WorkFolder:
             with new_file(self._hidden(done)) as file:
                 np.save(file, hidden)
         before = self._hidden(self.layers)
-        self.progress = Progress(self.progress.job, done, [*self.progress.products, *products])
+        splits = [*self.progress.splits, *([] if split is None else [split])]
+        self.progress = Progress(self.progress.job, done, [*self.progress.products, *products], splits)
         with new_file(self.path / _PROGRESS) as file:
             file.write(msgspec.json.format(msgspec.json.encode(self.progress)))
         before.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from headrace.compress.compressed_folder import copy_other_files
 from headrace.compress.compression import check_model
 from headrace.compress.disk_layout import dense_type, untouched_names
-from headrace.compress.head_pooling import pool_heads
 from headrace.compress.input_statistics import SAMPLES
 from headrace.compress.layer_pass import F32, LayerPass, MlpRows, Tokens, embed, is_norm, load_layer
 from headrace.compress.recipe import Recipe
+from headrace.compress.reshape.head_pooling import pool_heads
+from headrace.compress.reshape.output_fit import fit_product, fitted
 from headrace.compress.stored_product import NAMES, Stored, store_dense, to_disk_type
 from headrace.compress.work_folder import as_pieces
 from headrace.errors import ModelError, RequestError
@@ -39,7 +40,6 @@ from headrace.models.spec import ModelSpec
 from headrace.models.tensor_shapes import tensor_shapes
 
 _CONFIG_LIMIT: Final = 16 << 20
-RIDGE: Final = 1e-2  # of the mean square of the inputs: how closely the fit keeps to the weights
 _SUFFIX: Final = ".partial"
 
 Kept = NDArray[np.intp]
@@ -257,7 +257,7 @@ class _Reshaped:
         for name in (f"{mlp}.{layer.up}", f"{mlp}.{layer.up}.bias"):
             if name in self.tensors:
                 self.tensors[name] = self.tensors[name][rows]
-        self.tensors[f"{mlp}.down"] = _fitted(down[:, kept], gram[np.ix_(kept, kept)], gram[kept] @ down.T)
+        self.tensors[f"{mlp}.down"] = fitted(down[:, kept], gram[np.ix_(kept, kept)], gram[kept] @ down.T)
 
     def _drop_experts(self, layer: LayerPass, hidden: F32) -> None:
         """Keep the experts that get the largest shares of the tokens."""
@@ -277,24 +277,6 @@ class _Reshaped:
                     others[f"mlp.experts.{place}.{name.removeprefix(start)}"] = values
         others["mlp.router"] = others["mlp.router"][kept]
         self.tensors = others
-
-
-def fit_product(weights: F32, old: F32, pairs: Iterable[tuple[F32, F32]]) -> F32:
-    """Return weights near `weights` whose outputs on the new inputs are closest to those of `old` on the old ones."""
-    width = weights.shape[1]
-    gram = np.zeros((width, width), dtype=np.float32)
-    cross = np.zeros((width, len(old)), dtype=np.float32)
-    for new_inputs, old_inputs in pairs:
-        gram += new_inputs.T @ new_inputs
-        cross += new_inputs.T @ (old_inputs @ old.T)
-    return _fitted(weights, gram, cross)
-
-
-def _fitted(weights: F32, gram: F32, cross: F32) -> F32:
-    matrix = gram.astype(np.float64)
-    left = cross - matrix @ weights.T
-    matrix[np.diag_indices_from(matrix)] += RIDGE * max(float(np.diag(matrix).mean()), 1e-30)
-    return (weights + np.linalg.solve(matrix, left).T).astype(np.float32)
 
 
 def _largest(sizes: NDArray[np.floating], count: int) -> Kept:

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.cli import main
-from headrace.compress import reshaping
-from headrace.compress.head_pooling import pool_heads
 from headrace.compress.layer_pass import LayerPass, Tokens, embed, load_layer
-from headrace.compress.reshaping import Shape, reshape_model, target_spec
+from headrace.compress.reshape import output_fit
+from headrace.compress.reshape.head_pooling import pool_heads
+from headrace.compress.reshape.reshaping import Shape, reshape_model, target_spec
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder, open_model
 from tests.models.tiny_models import Reference, prompt
@@ -97,7 +97,7 @@ def test_the_fit_keeps_more_than_cutting_alone(tiny: Tiny, tmp_path: Path, monke
     reports = reshape_model(folder, tmp_path / "small", PROMPTS, shape)
     small = open_model(tmp_path / "small")
     assert small.spec == replace(folder.spec, heads=2, kv_heads=1, intermediate_size=64)
-    monkeypatch.setattr(reshaping, "RIDGE", 1e9)  # holds the weights where they were
+    monkeypatch.setattr(output_fit, "RIDGE", 1e9)  # holds the weights where they were
     cut = reshape_model(folder, tmp_path / "cut", PROMPTS, shape)
     assert 0 < reports[0].error < 0.9 * cut[0].error
     assert distance(outputs(small), outputs(folder)) < distance(outputs(open_model(tmp_path / "cut")), outputs(folder))

@@ -1,0 +1,114 @@
+"""`headrace reshape --split-experts`: split a dense model into experts, measure what that costs, and write a card."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from headrace.bench.evaluation.documents import Document, read_documents
+from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationProgress, evaluate_variants
+from headrace.bench.evaluation.evaluation_table import markdown, show
+from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.calibration_text import calibration_sequences, split_documents
+from headrace.compress.calibration import BUNDLED_TEXT
+from headrace.compress.compressed_folder import folder_bytes
+from headrace.compress.model_card import write_split_card
+from headrace.compress.recipe import SplitPlan
+from headrace.compress.reshape.splitting import SplitModel, split_model
+from headrace.compress.work_folder import SplitReport
+from headrace.models.model_folder import find_model, open_model
+from headrace.variant import Variant
+
+_COLUMNS = 100  # width of a table that is not printed on a terminal
+
+
+def split(
+    model: str,
+    out: Path,
+    plan: SplitPlan,
+    *,
+    calibrate: Path | None,
+    calibrate_tokens: int,
+    window: int | None,
+    measure: Path | None,
+    measure_tokens: int,
+    quality: bool,
+    speed: bool,
+    restart: bool,
+    threads: int | None,
+) -> None:
+    folder = open_model(find_model(model))
+    documents = read_documents(calibrate or BUNDLED_TEXT)
+    if measure is None:
+        documents, held_out = split_documents(documents)
+    else:
+        held_out = read_documents(measure)
+    sequences = calibration_sequences(folder, documents, window, calibrate_tokens)
+    name = "the bundled text" if calibrate is None else calibrate.name
+    with EvaluationBar() as bar:
+        made = split_model(
+            folder,
+            out,
+            sequences,
+            plan,
+            restart=restart,
+            watch=lambda done, total: bar.show(EvaluationProgress("layers", done, total)),
+        )
+    if made.resumed:
+        print(f"Continued after layer {made.resumed}.", file=sys.stderr)
+    _show(made.reports)
+    table = ""
+    if quality:
+        where = measure.name if measure else f"a tenth of {name}"
+        table = _measure(model, made, held_out, where, speed=speed, tokens=measure_tokens, threads=threads)
+    counted = sum(len(sequence) for sequence in sequences)
+    write_split_card(
+        made.folder, folder, plan, made.reports, calibration=f"{counted:,} tokens of {name}", quality=table
+    )
+    size = folder_bytes(made.folder)
+    made.publish(out)
+    print(
+        f"{out}: {plan.shared} shared and {plan.routed} routed experts in each layer, of which a token goes through "
+        f"{plan.shared} and {plan.active}: {plan.active_share:.0%} of the neurons. Weight files "
+        f"{folder.weights.total_bytes / 1e6:,.1f} MB before, {size / 1e6:,.1f} MB after. "
+        f"Heal it: headrace adapt {out} --full --distil-from {model} --data FILE --out HEALED"
+    )
+
+
+def _show(reports: Sequence[SplitReport]) -> None:
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("layer", "routed outputs, %", "of them kept, %", "best choice, %", "error of what it adds, %"):
+        table.add_column(heading, justify="right")
+    for each in reports:
+        shares = (each.routed_size, each.kept, each.best, each.error)
+        table.add_row(str(each.layer), *(f"{share * 100:.1f}" for share in shares))
+    Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
+
+
+def _measure(
+    model: str,
+    made: SplitModel,
+    documents: Sequence[Document],
+    source: str,
+    *,
+    speed: bool,
+    tokens: int,
+    threads: int | None,
+) -> str:
+    """Measure the mixture against the original, print the table and return it as Markdown."""
+    with EvaluationBar() as bar:
+        report = evaluate_variants(
+            documents,
+            [Variant.of(str(made.folder), threads=threads, cache=False)],
+            source=source,
+            reference=Variant.of(model, threads=threads),
+            options=EvaluationOptions(speed=speed, tokens=tokens),
+            watch=bar.show,
+        )
+    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS))
+    return markdown(report)
