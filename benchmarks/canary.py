@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests and benchm
 
 from benchmarks.runs import commit, listed, now
 from headrace.bench.drills.drill_server import KEY, DrillServer
-from tests.support.planted_defects import with_noise
+from tests.support.models.planted_defects import with_noise
 
 COMMON: Final = 'threads = 1\nprefix_cache = false\ncontext = 512\nspeculation = "none"'
 MODELS: Final = {  # what differs from the bundled model

@@ -13,7 +13,7 @@ from headrace.bench.results.benchmark_result import read
 from headrace.cli.bench import bench
 from headrace.errors import RequestError
 from tests.conformance.conftest import Server, end, start
-from tests.support.fake_openai_server import Fake, OpenAI
+from tests.support.programs.fake_openai_server import Fake, OpenAI
 
 SMALL = ["--concurrency", "2", "--input-tokens", "40", "--output-tokens", "6"]
 FEW = [*SMALL, "--requests", "6", "--warmup", "1"]

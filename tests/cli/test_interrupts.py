@@ -25,9 +25,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def interrupted(folder: Path, moment: str, *arguments: str) -> tuple[int, str, str]:
-    """Run a command with a SIGINT at a moment (see tests/support/interrupted_command.py)."""
+    """Run a command with a SIGINT at a moment (see tests/support/programs/interrupted_command.py)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.interrupted_command", moment, *arguments],
+        [sys.executable, "-m", "tests.support.programs.interrupted_command", moment, *arguments],
         cwd=ROOT,
         env=environment(folder),
         stdin=subprocess.DEVNULL,
@@ -160,7 +160,7 @@ def test_every_command_ends_on_an_interrupt_while_it_is_imported(tmp_path: Path)
             [
                 sys.executable,
                 "-m",
-                "tests.support.interrupted_command",
+                "tests.support.programs.interrupted_command",
                 f"import:{STARTED.get(name, module_of(name))}",
                 name,
             ],

@@ -21,7 +21,7 @@ from headrace.engine.executors.runner import greedy, logits
 from headrace.models.model_folder import BUNDLED, open_model
 
 PYTHON = os.environ.get("HEADRACE_TEST_VLLM", "")
-PROGRAM = Path(__file__).parents[1] / "support" / "vllm_likelihoods.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "vllm_likelihoods.py"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -24,7 +24,7 @@ from headrace.server.server import Server
 from headrace.variant import Variant
 from tests.support.accounts import bearer
 from tests.support.admin_server import ADMIN, ROOT
-from tests.support.certificates import CertificateAuthority
+from tests.support.programs.certificates import CertificateAuthority
 from tests.support.remote_workers import CuttingProxy, worker_host
 from tests.support.running_server import CHAT, FakeEngine, Running, asynchronous, living, until
 from tests.support.tiny_engine import open_tiny, run

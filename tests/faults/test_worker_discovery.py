@@ -13,8 +13,8 @@ from headrace.engine.process.engine_client import EngineClient
 from headrace.server.server import Server
 from tests.support.accounts import bearer
 from tests.support.admin_server import ADMIN, ROOT
-from tests.support.certificates import CertificateAuthority
-from tests.support.redis_server import MISSING, PROGRAM, redis_server
+from tests.support.programs.certificates import CertificateAuthority
+from tests.support.programs.redis_server import MISSING, PROGRAM, redis_server
 from tests.support.remote_workers import CuttingProxy, worker_host
 from tests.support.running_server import CHAT, FakeEngine, Running, asynchronous, living, until
 

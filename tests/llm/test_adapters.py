@@ -17,9 +17,9 @@ from headrace.engine.interface.image_rows import ImageRows
 from headrace.errors import HeadraceError, RequestError
 from headrace.llm import LLM, AsyncLLM
 from headrace.models.model_folder import open_model
-from tests.support.lora_folders import write_lora
+from tests.support.models.lora_folders import write_lora
+from tests.support.models.tiny_vision import write_vision_model
 from tests.support.running_server import asynchronous
-from tests.support.tiny_vision import write_vision_model
 
 PROMPT = tuple(range(5, 60))
 OPTIONS: dict[str, Any] = {"threads": 1, "context": 256, "kv_tokens": 4096, "cache": False}

@@ -22,7 +22,7 @@ from headrace.errors import RequestError
 from headrace.models.model_folder import open_model
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import Reference, prompt
-from tests.support.minilm import minilm_folder
+from tests.support.models.minilm import minilm_folder
 
 Tiny = Callable[[str], Reference]
 MODULES = [

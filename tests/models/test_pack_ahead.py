@@ -18,7 +18,7 @@ from headrace.models.synthetic.random_model import write_random_model
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 from tests.models.text.test_text_splits import KINDS as SPLITS
-from tests.support.prediction_modules import build_checkpoint
+from tests.support.models.prediction_modules import build_checkpoint
 
 
 def with_qwen_words(path: Path) -> tokenizers.Tokenizer:

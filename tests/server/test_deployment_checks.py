@@ -15,7 +15,7 @@ from headrace.engine.executors.memory import gib
 from headrace.models.vision.vision_folder import image_bytes
 from headrace.server.config_checks import load_config
 from headrace.server.deployment_checks import check_deployment
-from tests.support.tiny_vision import write_vision_model
+from tests.support.models.tiny_vision import write_vision_model
 
 Check = Callable[..., dict[str, str]]
 

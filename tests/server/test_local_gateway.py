@@ -16,7 +16,7 @@ from headrace.config import ConfigError
 from headrace.gateway.api_errors import ApiError
 from headrace.server.config_checks import load_config
 from headrace.server.server import Server
-from tests.support.minilm import minilm_folder
+from tests.support.models.minilm import minilm_folder
 from tests.support.running_server import Client, until
 
 ROOT = Path(__file__).parents[2]

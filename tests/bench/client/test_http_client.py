@@ -10,7 +10,7 @@ import pytest
 
 from headrace.bench.client.http_client import Target, head_of
 from headrace.errors import RequestError
-from tests.support.fake_openai_server import (
+from tests.support.programs.fake_openai_server import (
     DONE,
     END,
     STREAM_HEAD,

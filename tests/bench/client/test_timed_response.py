@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.bench.client.timed_response import OutputTally, TimedResponse
-from tests.support.fake_openai_server import DONE, delta, event
+from tests.support.programs.fake_openai_server import DONE, delta, event
 
 
 def streamed(*events: tuple[float, Any], keep_text: bool = True) -> TimedResponse:

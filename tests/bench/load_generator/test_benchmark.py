@@ -19,7 +19,7 @@ from headrace.bench.load_generator.benchmark_options import (
 )
 from headrace.bench.results.benchmark_result import BenchmarkResult, RunSnapshot
 from headrace.errors import RequestError
-from tests.support.fake_openai_server import Fake, Heard, OpenAI
+from tests.support.programs.fake_openai_server import Fake, Heard, OpenAI
 
 CHAT = "/v1/chat/completions"
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cli.doctor.service_checks import check_services
 from headrace.config import CacheConfig, Config, ExactConfig, LedgerConfig, LimitingConfig
-from tests.support import postgres_server, redis_server
+from tests.support.programs import postgres_server, redis_server
 
 
 @pytest.mark.skipif(redis_server.PROGRAM is None, reason=redis_server.MISSING)

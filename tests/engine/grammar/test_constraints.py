@@ -29,7 +29,7 @@ from headrace.engine.interface.grammar_spec import GrammarKind
 from headrace.engine.interface.output_text import OutputText
 from headrace.errors import RequestError
 from headrace.models.text.tokenizer import Tokenizer
-from tests.support.small_tokenizers import MAKERS, byte_level, load, sentencepiece
+from tests.support.models.small_tokenizers import MAKERS, byte_level, load, sentencepiece
 
 EOS = 2
 PERSON: dict[str, Any] = {

@@ -15,7 +15,7 @@ from headrace.engine.grammar.constraints import Grammar, GrammarCompiler, Gramma
 from headrace.engine.interface.grammar_spec import GrammarSchema, GrammarTrigger
 from headrace.errors import RequestError
 from headrace.models.text.tokenizer import Tokenizer
-from tests.support.small_tokenizers import MAKERS, byte_level, load
+from tests.support.models.small_tokenizers import MAKERS, byte_level, load
 
 TRIGGER = GrammarTrigger(("<call>",), repeats=True)
 CALL = Grammar("lark", 'start: "<call>" /[a-c]{2,4}/ "</call>"', trigger=TRIGGER)

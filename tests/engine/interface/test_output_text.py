@@ -18,7 +18,7 @@ from headrace.engine.interface.output_text import (
 )
 from headrace.errors import RequestError
 from headrace.models.text.detokenizer import Detokenizer, TokenPieces, read_decoder
-from tests.support.small_tokenizers import MAKERS
+from tests.support.models.small_tokenizers import MAKERS
 
 
 class Vocabulary:

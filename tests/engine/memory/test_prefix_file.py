@@ -29,7 +29,7 @@ from headrace.engine.memory.prefix_file import (
 from headrace.models.formats.pack_file import PackWriter
 from headrace.models.precision import parse_plan
 from headrace.models.spec import LayerSpec, ModelSpec, RopeSpec
-from tests.support.pack_files import change_footer
+from tests.support.models.pack_files import change_footer
 
 SIZE = 16
 BLOCK_BYTES = 96

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.process.worker_address import WorkerAddress, WorkerAddressError, WorkerTls, parse_address
-from tests.support.certificates import CertificateAuthority
+from tests.support.programs.certificates import CertificateAuthority
 
 
 def test_paths_and_hosts_are_told_apart_and_written_as_they_were() -> None:

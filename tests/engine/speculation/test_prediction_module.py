@@ -28,7 +28,7 @@ from headrace.models.prediction_module import has_prediction_module
 from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant
 from tests.models.tiny_models import prompt
-from tests.support.prediction_modules import Checkpoint, add_foreseeing_module, build_checkpoint
+from tests.support.models.prediction_modules import Checkpoint, add_foreseeing_module, build_checkpoint
 
 ALL = ("deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5")
 SERVED = ("deepseek-v3", "qwen3-next")

@@ -24,7 +24,7 @@ from headrace.gateway.accounts.postgres import PostgresAccountStore
 from headrace.gateway.api_errors import ApiError
 from tests.support.accounts import CONFIG, WHO, bearer, declared, entry
 from tests.support.file_storage import asynchronous, refused
-from tests.support.postgres_server import Server, serving, why_not
+from tests.support.programs.postgres_server import Server, serving, why_not
 
 if importlib.util.find_spec("asyncpg") is None:
     pytest.skip("asyncpg is not there: pip install 'headrace[postgres]'", allow_module_level=True)

@@ -17,7 +17,7 @@ from headrace.engine.interface.image_rows import AbandonedError
 from headrace.gateway.images.encoding_queue import EncodingQueue
 from headrace.gateway.images.feature_cache import FeatureKey
 from headrace.models.vision.vision_folder import open_vision
-from tests.support.tiny_vision import write_vision_model
+from tests.support.models.tiny_vision import write_vision_model
 
 
 class Encoding:

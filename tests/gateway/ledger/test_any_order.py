@@ -12,7 +12,7 @@ from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, NOON, PRICES, Opened, entry, ledger_in, used
+from tests.support.stores.ledgers import CHAT, DAY, NOON, PRICES, Opened, entry, ledger_in, used
 
 STEPS, LIVES = 150, 4
 TENANTS = ("a", "b")

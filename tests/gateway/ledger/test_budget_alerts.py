@@ -26,7 +26,7 @@ from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.observe.logs import configure_log
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, NOON, Opened, budgets, entry, ledger_in, used
+from tests.support.stores.ledgers import CHAT, DAY, NOON, Opened, budgets, entry, ledger_in, used
 
 TODAY = "2025-11-22"
 

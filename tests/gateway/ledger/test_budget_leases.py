@@ -17,8 +17,8 @@ from headrace.gateway.ledger.ledger_bounds import LedgerBounds
 from headrace.gateway.ledger.ledger_records import BudgetScope
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, NOON, PRICES, budgets, entry, used
-from tests.support.shared_ledger import SharedLedger, SharedStore
+from tests.support.stores.ledgers import CHAT, NOON, PRICES, budgets, entry, used
+from tests.support.stores.shared_ledger import SharedLedger, SharedStore
 
 LIMIT, COST = 10_000, 30  # micros, of the budget and of each request
 TODAY = BudgetScope("a", "", "2025-11-22")

@@ -7,8 +7,8 @@ from pathlib import Path
 from headrace.config.tenant_section import BudgetConfig
 from headrace.gateway.ledger.budget_report import BudgetLine
 from headrace.gateway.ledger.budgets import Admitted, BudgetBook, TenantBudgets
-from tests.support.ledgers import CHAT, DAY, NOON, Opened, entry, ledger_in, used
 from tests.support.running_server import asynchronous
+from tests.support.stores.ledgers import CHAT, DAY, NOON, Opened, entry, ledger_in, used
 
 BUDGETS = {
     "a": (

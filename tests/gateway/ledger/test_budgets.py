@@ -21,7 +21,7 @@ from headrace.gateway.ledger.budgets import (
     decide,
 )
 from headrace.gateway.ledger.periods import Calendar
-from tests.support.ledgers import NOON
+from tests.support.stores.ledgers import NOON
 
 COSTS = {"mini": 100, "mini@int4": 10, "free": 0}
 MIDNIGHT = NOON + 12 * 3600

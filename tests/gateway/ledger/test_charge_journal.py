@@ -12,7 +12,7 @@ from headrace.gateway.ledger.holds import OpenCharge
 from headrace.gateway.ledger.journal import Journal
 from headrace.gateway.ledger.ledger_bounds import LedgerEvent
 from headrace.gateway.ledger.ledger_records import CRASHED, ReservedCharge
-from tests.support.ledgers import PRICES, entry, used
+from tests.support.stores.ledgers import PRICES, entry, used
 
 CHARGES = ChargeCalculator(PRICES)
 

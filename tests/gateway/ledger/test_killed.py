@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.gateway.ledger.prices import PriceBook
 from tests.gateway.ledger.killed_ledgers import CACHED, PRICE, PROMPT, accounts, planned
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import Opened, ledger_in
+from tests.support.stores.ledgers import Opened, ledger_in
 
 ROUNDS = 20
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from headrace.gateway.ledger.ledger_bounds import LedgerBounds
 from headrace.gateway.ledger.prices import Price, PriceBook
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, DAY, NOON, PRICES, Opened, budgets, entry, ledger_in, used
+from tests.support.stores.ledgers import CHAT, DAY, NOON, PRICES, Opened, budgets, entry, ledger_in, used
 
 TODAY, MONTH = "2025-11-22", "2025-11"
 # 10 tokens of input and 10 of output cost 30 micros with "mini".

@@ -44,8 +44,8 @@ from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.gateway.ledger import killed_servers as killing_server
 from tests.support.limited_server import ADMIN, PATH, Serving, bearer, key, prompt_tokens, served, token
-from tests.support.postgres_server import serving as postgres_serving
-from tests.support.postgres_server import why_not
+from tests.support.programs.postgres_server import serving as postgres_serving
+from tests.support.programs.postgres_server import why_not
 from tests.support.running_server import CHAT, Answer, Client, asynchronous, count, tokenizer, until
 
 ROOT = Path(__file__).parents[3]

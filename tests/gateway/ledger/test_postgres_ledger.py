@@ -33,8 +33,8 @@ from headrace.gateway.ledger.postgres import PostgresLedgerStore, SchemaError
 from headrace.gateway.ledger.usage_export import usage_rows
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import CHAT, NOON, PRICES, budgets, entry, used
-from tests.support.postgres_server import Server, serving, why_not
+from tests.support.programs.postgres_server import Server, serving, why_not
+from tests.support.stores.ledgers import CHAT, NOON, PRICES, budgets, entry, used
 
 asyncpg: Any = pytest.importorskip("asyncpg", reason="the ledger in Postgres needs asyncpg, which is not installed")
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"there is no Postgres server: {why_not()}")

@@ -14,7 +14,7 @@ from headrace.gateway.ledger.ledger_store import Dimension, SumRow, UsageQuery
 from headrace.gateway.ledger.usage_export import UsageRow, quotient, usage_csv, usage_json, usage_rows
 from tests.support.clock import Clock
 from tests.support.file_storage import asynchronous
-from tests.support.ledgers import DAY, NOON, Opened, entry, ledger_in, used
+from tests.support.stores.ledgers import DAY, NOON, Opened, entry, ledger_in, used
 
 
 async def spend(opened: Opened, id: str, tenant: str = "a", **options: Any) -> None:

@@ -18,9 +18,9 @@ from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.gateway.limits.redis_calls import RedisCallBatcher, RedisUnavailableError
 from headrace.gateway.limits.redis_limits import RedisLimitStore
 from tests.support.clock import Clock
-from tests.support.limit_oracle import admitted, refusal, scope
-from tests.support.redis_server import Way, pretending
+from tests.support.programs.redis_server import Way, pretending
 from tests.support.running_server import asynchronous
+from tests.support.stores.limit_oracle import admitted, refusal, scope
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 

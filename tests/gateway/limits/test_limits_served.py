@@ -20,7 +20,7 @@ from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.observe import metrics
 from headrace.server.server import Server
 from tests.support.limited_server import PATH, Counted, Serving, bearer, key, prompt_tokens, served, token
-from tests.support.redis_server import MISSING, PROGRAM, redis_server
+from tests.support.programs.redis_server import MISSING, PROGRAM, redis_server
 from tests.support.running_server import CHAT, asynchronous, count, request, until
 
 MANY = 1000

@@ -10,8 +10,8 @@ from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.output_estimates import OutputEstimates
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from tests.support.clock import Clock
-from tests.support.limit_oracle import Plan, admitted, random_plans, random_scopes, simulate
 from tests.support.running_server import asynchronous
+from tests.support.stores.limit_oracle import Plan, admitted, random_plans, random_scopes, simulate
 
 
 def limiter_on(clock: Clock, *, entries: int = 1 << 20) -> RateLimiter:

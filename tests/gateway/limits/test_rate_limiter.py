@@ -11,8 +11,8 @@ from headrace.gateway.limits.local_limits import LocalLimitStore
 from headrace.gateway.limits.output_estimates import OutputEstimates
 from headrace.gateway.limits.rate_limiter import RateLimiter
 from tests.support.clock import Clock
-from tests.support.limit_oracle import admitted, refusal, scope
 from tests.support.running_server import asynchronous
+from tests.support.stores.limit_oracle import admitted, refusal, scope
 
 
 def limiter_on(clock: Clock, *, first_tokens: int = 100, scopes: int = 10_000, patience_s: float = 2.0) -> RateLimiter:

@@ -21,9 +21,9 @@ from headrace.gateway.limits.rate_limiter import RateLimiter
 from headrace.gateway.limits.redis_calls import RedisCallBatcher
 from headrace.gateway.limits.redis_limits import RedisLimitStore
 from tests.support.clock import Clock
-from tests.support.limit_oracle import admitted, random_plans, random_scopes, refusal, scope, simulate
-from tests.support.redis_server import MISSING, PROGRAM, Redis, redis_server
+from tests.support.programs.redis_server import MISSING, PROGRAM, Redis, redis_server
 from tests.support.running_server import asynchronous
+from tests.support.stores.limit_oracle import admitted, random_plans, random_scopes, refusal, scope, simulate
 
 pytest.importorskip("redis", reason="the package redis is not installed")
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from headrace.gateway.output.reasoning import REASONING_FORMATS, detect_reasoning_format
-from tests.support.small_tokenizers import byte_level, load
+from tests.support.models.small_tokenizers import byte_level, load
 
 THINK = REASONING_FORMATS["think"]
 

@@ -21,7 +21,7 @@ from headrace.gateway.output.tool_formats import TOOL_FORMATS, ToolFormat, detec
 from headrace.gateway.output.tool_parsers import MOST_HELD, new_call_id
 from headrace.gateway.requests.text_request import Tool, ToolCallDelta
 from headrace.models.text.tokenizer import Tokenizer
-from tests.support.small_tokenizers import byte_level, load
+from tests.support.models.small_tokenizers import byte_level, load
 
 WEATHER = Tool(
     "get_weather",

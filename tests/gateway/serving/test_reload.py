@@ -21,8 +21,8 @@ from headrace.models.model_folder import BUNDLED
 from headrace.server.server import Server
 from tests.support.accounts import bearer
 from tests.support.admin_server import ADMIN, CALLER, ROOT
+from tests.support.models.tiny_vision import data_url, picture, write_vision_model
 from tests.support.running_server import CHAT, FakeEngine, Running, asynchronous, living, until
-from tests.support.tiny_vision import data_url, picture, write_vision_model
 
 SYSTEM = "You answer questions about rivers, lakes and the sea. Say only what you know, in one short sentence. " * 2
 

@@ -38,8 +38,8 @@ from tests.support.running_server import asynchronous, until
 
 ROOT = Path(__file__).parents[3]
 CONVERTER = ROOT / "benchmarks" / "core" / "convert" / "gguf_file.py"
-FAKE_VLLM = (sys.executable, "-P", str(ROOT / "tests" / "support" / "fake_vllm.py"), "serve")
-LLAMA = (sys.executable, "-P", str(ROOT / "tests" / "support" / "llama_program.py"))
+FAKE_VLLM = (sys.executable, "-P", str(ROOT / "tests" / "support" / "programs" / "fake_vllm.py"), "serve")
+LLAMA = (sys.executable, "-P", str(ROOT / "tests" / "support" / "programs" / "llama_program.py"))
 QUICK = UpstreamHealthConfig(interval_s=0.2, timeout_s=1.0, failures=2)
 
 

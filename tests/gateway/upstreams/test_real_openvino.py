@@ -19,8 +19,8 @@ from headrace.gateway.serving.upstream_answers.upstream_generation import Upstre
 from headrace.gateway.upstreams.upstream import Upstream
 from headrace.gateway.upstreams.upstream_errors import BrokenStreamError
 from tests.support.fake_upstream import answered, exchange, pieces_of, soon
+from tests.support.models.smollm2 import smollm2_file
 from tests.support.running_server import asynchronous_within, until
-from tests.support.smollm2 import smollm2_file
 
 pytest.importorskip("openvino_genai", reason="the package openvino-genai is not installed")
 PATIENCE = 300.0

@@ -29,7 +29,7 @@ from tests.support.fake_upstream import answered, exchange, pieces_of, soon
 from tests.support.running_server import asynchronous_within, until
 
 PYTHON = os.environ.get("HEADRACE_TEST_VLLM", "")
-PROGRAM = Path(__file__).parents[2] / "support" / "vllm_program.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "vllm_program.py"
 PATIENCE = 600.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -18,7 +18,7 @@ from headrace.lab.gate.judgement import judge, passes
 from headrace.lab.gate.likelihood import answer_likelihood
 from headrace.lab.gate.metrics import Judged
 from headrace.lab.gate.thresholds import GateThresholds, default_limits
-from tests.support.planted_defects import copied_model, with_noise
+from tests.support.models.planted_defects import copied_model, with_noise
 
 # A shared machine's times say nothing of a variant.
 LIMITS = GateThresholds(limits=default_limits() | {"ttft": None, "tpot": None})

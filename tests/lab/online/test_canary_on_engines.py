@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.conformance.conftest import Server, end, start
-from tests.support.planted_defects import with_noise
+from tests.support.models.planted_defects import with_noise
 
 MOST_REQUESTS = 240  # of both arms
 MOST_OF_CANDIDATE = 120

@@ -16,7 +16,7 @@ from headrace.models.adapters.adapter_config import ADAPTER_CONFIG, read_adapter
 from headrace.models.adapters.adapter_folder import ADAPTER_FILE, adapter_digest, read_adapter
 from headrace.models.formats.safetensors_file import SafetensorsFile
 from headrace.models.model_folder import open_model
-from tests.support.lora_folders import write_adapter_files, write_lora
+from tests.support.models.lora_folders import write_adapter_files, write_lora
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

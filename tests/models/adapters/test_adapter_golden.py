@@ -18,7 +18,7 @@ from headrace.models.adapters.adapter_config import read_adapter_config
 from headrace.models.adapters.adapter_folder import ADAPTER_FILE
 from headrace.models.model_folder import ModelFolder, open_model
 from tests.models.tiny_models import Reference, prompt
-from tests.support.lora_folders import write_lora
+from tests.support.models.lora_folders import write_lora
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"ranks": {"q_proj": 7, "down_proj": 2}, "alpha_pattern": {"model.layers.1.self_attn.v_proj": 3}},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ModelError
 from headrace.models.formats.pack_file import PackFile, PackWriter
-from tests.support.pack_files import TRAILER, change_footer
+from tests.support.models.pack_files import TRAILER, change_footer
 
 
 def blob(*values: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -22,7 +22,7 @@ from headrace.models.text.tokenizer import Tokenizer
 from tests.models.gguf.gguf_models import write_vocabulary
 from tests.models.tiny_configs import CONTEXT
 from tests.models.tiny_models import Reference, prompt
-from tests.support.minilm import minilm_folder
+from tests.support.models.minilm import minilm_folder
 
 Tiny = Callable[[str], Reference]
 POOLING = gguf.PoolingType

@@ -17,7 +17,7 @@ from headrace.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from headrace.models.model_folder import BUNDLED, open_model, open_tokenizer
 from headrace.models.text.tokenizer import Tokenizer
 from tests.models.gguf.gguf_models import write_vocabulary
-from tests.support.smollm2 import smollm2_file
+from tests.support.models.smollm2 import smollm2_file
 
 # Composed characters only: qwen2's NFC, which llama.cpp leaves out, does not change them.
 TEXTS = [

@@ -18,7 +18,7 @@ from headrace.engine.executors.runner import logits
 from headrace.models.model_folder import open_model
 from headrace.models.precision import Precision
 from headrace.models.weight_choice import choose_plan, describe_choice
-from tests.support.smollm2 import smollm2_file
+from tests.support.models.smollm2 import smollm2_file
 
 TEXT = "The mill turns because the river falls. Explain in two sentences why water that is higher has more energy:"
 

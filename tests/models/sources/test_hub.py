@@ -16,7 +16,7 @@ from headrace.errors import DownloadError, RequestError
 from headrace.models.model_folder import find_model, local_model, open_model
 from headrace.models.sources.downloaded_models import HubName, downloaded_models, hub_name
 from headrace.models.sources.hub import pull_from_hub
-from tests.support.file_server import FileServer, Reply, serving_files
+from tests.support.programs.file_server import FileServer, Reply, serving_files
 
 pytest.importorskip("huggingface_hub")
 

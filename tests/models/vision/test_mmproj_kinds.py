@@ -25,7 +25,7 @@ from tests.models.gguf.test_gguf_models import headrace_logits
 from tests.models.tiny_models import prompt
 from tests.models.vision.test_llava import LONGEST, write_llava
 from tests.models.vision.test_qwen_vl import LEAST, MOST, write_qwen
-from tests.support.tiny_vision import picture
+from tests.support.models.tiny_vision import picture
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

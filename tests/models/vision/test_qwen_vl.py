@@ -26,15 +26,15 @@ from headrace.models.vision.image_layout import Size
 from headrace.models.vision.patch_layout import PatchLayout
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import open_vision
-from tests.support.tiny_engine import one, open_tiny, run
-from tests.support.tiny_vision import picture
-from tests.support.vision_golden import (
+from tests.support.models.tiny_vision import picture
+from tests.support.models.vision_golden import (
     GoldenVision,
     relative_error,
     request_with_images,
     write_tokenizer,
     write_weights,
 )
+from tests.support.tiny_engine import one, open_tiny, run
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

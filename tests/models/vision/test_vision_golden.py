@@ -30,8 +30,8 @@ from headrace.models.vision.image_layout import ImageTexts
 from headrace.models.vision.pixels import measure, read_tiles
 from headrace.models.vision.vision_folder import VisionFolder, has_vision, open_vision, read_layout, tower_bytes
 from headrace.variant import Variant
+from tests.support.models.tiny_vision import HIDDEN, picture, write_vision_model
 from tests.support.tiny_engine import one, open_tiny, run
-from tests.support.tiny_vision import HIDDEN, picture, write_vision_model
 
 Image = pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

@@ -20,7 +20,7 @@ from headrace.server.http.connection import Connection
 from headrace.server.server import Server
 from tests.support.clock import Clock
 from tests.support.fake_upstream import ANSWER, config, faking, refuses, streams
-from tests.support.otlp_receiver import Receiver, receiving
+from tests.support.programs.otlp_receiver import Receiver, receiving
 from tests.support.running_server import (
     CHAT,
     FakeEngine,

@@ -19,7 +19,7 @@ from headrace.pipelines.collections.collection_store import create_collection
 from headrace.pipelines.collections.document_intake import GivenDocument
 from headrace.pipelines.collections.records import CollectionRecord
 from tests.support.running_server import asynchronous
-from tests.support.tiny_collections import ANNA, shelf
+from tests.support.stores.tiny_collections import ANNA, shelf
 
 STEP: Final = 100  # virtual machine instructions between two calls of the progress handler
 NOTES: Final = CollectionRecord(

@@ -15,8 +15,8 @@ import pytest
 
 from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.collections.document_intake import GivenDocument
-from tests.support.fake_encoders import WordEncoder
-from tests.support.tiny_collections import ANNA, BERT, Shelf, shelf
+from tests.support.stores.fake_encoders import WordEncoder
+from tests.support.stores.tiny_collections import ANNA, BERT, Shelf, shelf
 
 FERRY = "The ferry to the island leaves from the northern harbour every second hour in summer."
 BREAD = "Sourdough bread needs a starter, flour, water, salt and a long cold rest."
@@ -317,8 +317,8 @@ def test_collections_and_chunks_are_bounded(tmp_path: Path) -> None:
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.support.tiny_collections import Shelf, shelf
-from tests.support.fake_encoders import WordEncoder
+from tests.support.stores.tiny_collections import Shelf, shelf
+from tests.support.stores.fake_encoders import WordEncoder
 
 class Slow(WordEncoder):
     async def embed(self, texts, caller, purpose):

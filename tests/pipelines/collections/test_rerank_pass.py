@@ -11,7 +11,7 @@ import pytest
 from headrace.gateway.api_errors import ApiError
 from headrace.pipelines.collections.collection import Reranker, SearchOptions, SearchResult, fuse
 from headrace.pipelines.collections.rerank_pass import RerankCosts
-from tests.support.tiny_collections import ANNA, shelf
+from tests.support.stores.tiny_collections import ANNA, shelf
 
 
 def test_more_candidates_are_affordable_when_they_are_cheap() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 from headrace.config.tool_section import ToolConfig
 from headrace.pipelines.tools.mcp_tools import McpTools
 from headrace.pipelines.tools.tool import ToolError
-from tests.support import mcp_server
+from tests.support.programs import mcp_server
 
 STDIO = {"command": (sys.executable, "-P", mcp_server.__file__)}
 ENVIRON = {"PATH": "/usr/bin:/bin", "GIVEN": "yes", "KEPT": "secret", "MCP_TOKEN": "Bearer t"}

@@ -13,7 +13,7 @@ import pytest
 from headrace.config.tool_section import ToolConfig
 from headrace.pipelines.tools.sql_tool import sql_tool
 from headrace.pipelines.tools.tool import ToolError
-from tests.support.postgres_server import Server, serving, why_not
+from tests.support.programs.postgres_server import Server, serving, why_not
 
 if importlib.util.find_spec("asyncpg") is None:
     pytest.skip("asyncpg is not there: pip install 'headrace[postgres]'", allow_module_level=True)

@@ -16,7 +16,7 @@ from headrace.models.model_folder import open_model
 from headrace.server.server import Server
 from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, CALLER, ROOT, Administered
-from tests.support.lora_folders import write_lora
+from tests.support.models.lora_folders import write_lora
 from tests.support.remote_workers import worker_host
 from tests.support.running_server import CHAT, Client, FakeEngine, asynchronous, living, until
 

@@ -16,7 +16,7 @@ from headrace.config import CacheConfig, ExactConfig
 from headrace.config.tenant_section import AdminConfig, FastConfig
 from tests.support.accounts import bearer, declared
 from tests.support.admin_server import ADMIN, MODELS, Administered, administered
-from tests.support.postgres_server import Server, serving, why_not
+from tests.support.programs.postgres_server import Server, serving, why_not
 from tests.support.running_server import asynchronous, until, words
 
 DSN = "TEST_ADMIN_DSN"

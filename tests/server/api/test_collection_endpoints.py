@@ -19,8 +19,8 @@ from headrace.config.collection_section import CollectionsConfig
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.server.server import Server
-from tests.support.fake_encoders import WIDTH, WordEngine
 from tests.support.running_server import Running, config_of, living, tokenizer
+from tests.support.stores.fake_encoders import WIDTH, WordEngine
 
 FERRY = "# Ferries\n\nThe ferry to the island leaves from the northern harbour.\n"
 BREAD = "# Bread\n\nSourdough needs flour, water and salt.\n"

@@ -12,8 +12,8 @@ from headrace.config import Config, ExactConfig, ImagesConfig, LogConfig, ModelC
 from headrace.config.cache_section import CacheConfig
 from headrace.observe import metrics
 from headrace.server.server import Server
+from tests.support.models.tiny_vision import data_url, picture, write_vision_model
 from tests.support.running_server import Answer, Client, asynchronous, count, serving, until
-from tests.support.tiny_vision import data_url, picture, write_vision_model
 
 pytest.importorskip("PIL.Image", reason="the extra vision is not installed")
 

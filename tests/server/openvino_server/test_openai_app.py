@@ -12,7 +12,7 @@ import pytest
 from headrace.server.http.request_cycle import GONE
 from headrace.server.openvino_server.openai_app import OpenAiApp
 from headrace.server.openvino_server.pipeline_thread import PipelineThread, TextPieces
-from tests.support import fake_genai
+from tests.support.programs import fake_genai
 from tests.support.running_server import asynchronous, until
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.gateway.caches.exact.cache_entry import ExactEntry, is_complete, is_same_answer, pack, unpack
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenLogprob, TokenUsage, ToolCallDelta
-from tests.support.exact_caches import said
+from tests.support.stores.exact_caches import said
 
 KEY = bytes(range(32))
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -12,7 +12,7 @@ from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.cache_key import OF_THE_PROMPT, WITHOUT_EFFECT, CacheKey, cache_key_for
 from headrace.gateway.output.reasoning import REASONING_FORMATS
 from headrace.gateway.requests.text_request import PipelineOptions, SourceText, TextRequest, Tool
-from tests.support.exact_caches import asked, served
+from tests.support.stores.exact_caches import asked, served
 
 PROMPT = [(1, 2, 3)]
 DRAWN = SamplingParams(temperature=0.7, seed=7)

@@ -20,8 +20,8 @@ from headrace.gateway.caches.exact.sqlite import SqliteStore
 from headrace.gateway.caches.results.result_cache import ResultCache, declared_lifetimes_s
 from headrace.gateway.database import Database
 from tests.gateway.caches.exact.test_redis_store import Fake
-from tests.support.exact_caches import Caching, cache_key
 from tests.support.running_server import asynchronous
+from tests.support.stores.exact_caches import Caching, cache_key
 
 REDIS = {"HEADRACE_CACHE_REDIS": "redis://localhost:1"}
 DAY = 86_400.0

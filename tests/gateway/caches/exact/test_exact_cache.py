@@ -37,7 +37,8 @@ from headrace.server.api.chat_completions import ChatStream
 from headrace.server.api.completions import CompletionStream
 from headrace.server.api.messages import MessageStream
 from tests.support.dialect_exchanges import called, exchange_for, streamed
-from tests.support.exact_caches import (
+from tests.support.running_server import FakeEngine, asynchronous, say
+from tests.support.stores.exact_caches import (
     USAGE,
     Broken,
     Caching,
@@ -51,7 +52,6 @@ from tests.support.exact_caches import (
     text_of,
     turns,
 )
-from tests.support.running_server import FakeEngine, asynchronous, say
 
 NO_TERMS = JoinTerms()
 LATE = TokenUsage(prompt_tokens=20, output_tokens=3, cached_tokens=16)  # as of USAGE, without its times

@@ -13,8 +13,8 @@ from headrace.gateway.caches.exact.entry_store import GuardedStore, LookupBatche
 from headrace.gateway.caches.invalidation_log import InvalidationLog, InvalidationScope
 from headrace.gateway.circuit_breaker import StoreBreaker
 from tests.support.clock import Clock
-from tests.support.exact_caches import Broken, cache_key, turns
 from tests.support.running_server import asynchronous
+from tests.support.stores.exact_caches import Broken, cache_key, turns
 
 
 @asynchronous

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.caches.exact.in_flight import Flight, FlightReader, Flights, JoinTerms
 from headrace.gateway.requests.text_request import ChoiceDelta, TokenUsage
-from tests.support.exact_caches import USAGE, Mouth, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
+from tests.support.stores.exact_caches import USAGE, Mouth, heard, said, saying, text_of, turns
 
 KEY = b"k" * 32
 TERMS = JoinTerms()

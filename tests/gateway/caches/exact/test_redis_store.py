@@ -26,8 +26,8 @@ from headrace.gateway.caches.exact.redis import RedisStore
 from headrace.gateway.redis_client import connect
 from headrace.gateway.requests.text_request import ChoiceDelta
 from tests.support.clock import Clock
-from tests.support.exact_caches import Caching, Mouth, cache_key, heard, said, saying, text_of, turns
 from tests.support.running_server import asynchronous
+from tests.support.stores.exact_caches import Caching, Mouth, cache_key, heard, said, saying, text_of, turns
 
 BOUND_S = 60.0  # of a lookup: no test here is about time
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")

@@ -10,9 +10,9 @@ import pytest
 from headrace.config.cache_section import ExactConfig
 from headrace.config.ledger_section import LedgerConfig
 from tests.support.caching_server import BOSS, RED, Caching, caching
-from tests.support.exact_caches import Broken
-from tests.support.redis_server import MISSING, PROGRAM, redis_server
+from tests.support.programs.redis_server import MISSING, PROGRAM, redis_server
 from tests.support.running_server import asynchronous, words
+from tests.support.stores.exact_caches import Broken
 
 
 async def asked_twice(running: Caching) -> list[bool]:

@@ -11,7 +11,7 @@ from headrace.gateway.caches.exact.tokenized_prompts import TokenizedPrompts
 from headrace.gateway.requests.text_request import Tool
 from headrace.gateway.serving.exchange import Caller, Exchange, Prompt
 from headrace.models.text.tokenizer import Tokenizer
-from tests.support.exact_caches import asked, served
+from tests.support.stores.exact_caches import asked, served
 
 
 def of(tenant: str = "a", **changes: Any) -> Exchange:

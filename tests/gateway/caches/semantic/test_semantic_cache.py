@@ -21,9 +21,9 @@ from headrace.gateway.requests.text_request import Choice, TextRequest, Tool, To
 from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.served_variant import ServedVariant
 from tests.support.dialect_exchanges import tokenizer
-from tests.support.fake_encoders import EncoderEngine, WordEmbedder, asking
 from tests.support.file_storage import asynchronous
-from tests.support.semantic_bench import ANSWER, QUESTION, SAME, Bench, fixed, tagged
+from tests.support.stores.fake_encoders import EncoderEngine, WordEmbedder, asking
+from tests.support.stores.semantic_bench import ANSWER, QUESTION, SAME, Bench, fixed, tagged
 
 
 def test_the_same_question_in_other_words_gets_the_kept_answer() -> None:

@@ -24,8 +24,8 @@ from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.models.spec import RankingSpec
 from tests.support.caching_server import BLUE, BOSS, PATH, RED, Caching, caching, question
-from tests.support.fake_encoders import EncoderEngine, WordEngine
 from tests.support.running_server import FakeEngine, asynchronous, request, say, tokenizer, until, words
+from tests.support.stores.fake_encoders import EncoderEngine, WordEngine
 
 ON = "How do I turn on notifications?"
 SAME = "How can I turn on notifications?"

@@ -21,7 +21,7 @@ from headrace.gateway.serving.registry import worker_announcer
 from headrace.gateway.serving.registry.worker_announcer import WorkerAnnouncer
 from headrace.gateway.serving.registry.worker_discovery import WorkerDiscovery, changes
 from headrace.gateway.serving.registry.worker_registry import WorkerAnnouncement, WorkerRegistry
-from tests.support.redis_server import MISSING, PROGRAM, Redis, pretending, redis_server
+from tests.support.programs.redis_server import MISSING, PROGRAM, Redis, pretending, redis_server
 from tests.support.running_server import asynchronous
 
 

@@ -12,7 +12,7 @@ from headrace.gateway.caches.semantic.semantic_entry import StoredAnswer
 from headrace.gateway.caches.semantic.semantic_tuning import SemanticTuning
 from headrace.gateway.requests.text_request import TextRequest
 from tests.support.clock import Clock
-from tests.support.fake_encoders import WordEmbedder, asking
+from tests.support.stores.fake_encoders import WordEmbedder, asking
 
 QUESTION = "How do I cancel my subscription?"
 SAME = "How can I cancel my subscription?"

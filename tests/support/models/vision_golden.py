@@ -27,8 +27,8 @@ from headrace.gateway.images.image_reader import ImageReader
 from headrace.models.model_folder import open_model
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.vision.vision_folder import VisionFolder, open_vision
+from tests.support.models.tiny_vision import data_url
 from tests.support.tiny_engine import one, open_tiny
-from tests.support.tiny_vision import data_url
 
 Prompt = tuple[tuple[int, ...], tuple[ImageRows, ...]]
 

@@ -12,7 +12,7 @@ from headrace.gateway.serving.exchange import Caller
 from headrace.pipelines.collections.collection import SearchOptions, SearchResult
 from headrace.pipelines.collections.collections import AddedRecord, Collections
 from headrace.pipelines.collections.document_intake import GivenDocument
-from tests.support.fake_encoders import WordEncoder
+from tests.support.stores.fake_encoders import WordEncoder
 
 ANNA = Caller(key="anna-key", tenant="anna")
 BERT = Caller(key="bert-key", tenant="bert")

@@ -1,4 +1,4 @@
-"""Runs `headrace` with a SIGINT at a chosen moment: `python -m tests.support.interrupted_command MOMENT ARGUMENTS…`.
+"""Runs `headrace` with a SIGINT at a chosen moment: `python -m tests.support.programs.interrupted_command MOMENT …`.
 
 MOMENT is `import:MODULE` (as the module is about to be imported), `exit` (as the interpreter ends), or
 `call:MODULE:NAME` (as a function of a module is called for the first time).
