@@ -31,11 +31,12 @@ sys.stdin.read()
 
 
 class LlamaServer:
-    def __init__(self, url: str, process: int, began: float, imports_cpu_s: float) -> None:
-        """`began` is the time at which the package was imported, and `imports_cpu_s` what that took."""
+    def __init__(self, url: str, process: int, imported: float, imports_cpu_s: float) -> None:
+        """`imported` is the time at which Python had imported the package, and `imports_cpu_s` what that took: the
+        library is part of a Python extension, so nothing loads it without Python."""
         self.port = int(url.rpartition(":")[2].strip("/"))
         self.process = process
-        self.began = began
+        self.imported = imported
         self.imports_cpu_s = imports_cpu_s
         self._url = url
 
@@ -87,11 +88,11 @@ def llama_server(file: Path, threads: int) -> Iterator[LlamaServer]:
     )
     try:
         assert process.stdout is not None
-        began, cpu = process.stdout.readline().split() or ("0", "0")
+        imported, cpu = process.stdout.readline().split() or ("0", "0")
         url = process.stdout.readline().strip()
         if not url:
             raise SystemExit(f"llama.cpp does not open {file.name}: is xllamacpp new enough for this architecture?")
-        yield LlamaServer(url, process.pid, float(began), float(cpu))
+        yield LlamaServer(url, process.pid, float(imported), float(cpu))
     finally:
         process.kill()
         process.wait()

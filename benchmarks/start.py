@@ -5,9 +5,11 @@
     python benchmarks/start.py --model build/0.5b --weights int4 --rounds 7 --llama build/0.5b.q4_0.gguf --chat
 
 Each Python serves the model once untimed, so that weights are packed and modules compiled, and then takes its turn in
-every round. Printed are medians of the processor time (user and system) that the server and its worker have used when
-the first token comes, and of the time on the clock, which counts only on a quiet machine. `--llama` takes turns with
-llama.cpp's server from xllamacpp; its time is counted from the moment in which Python has imported it. Linux only.
+every round. Printed are the least and the median of the processor time (user and system) that the server and its worker
+have used when the first token comes, and of the time on the clock, which counts only on a quiet machine.
+
+`--llama` takes turns with llama.cpp's server from xllamacpp, a Python extension that has the library in it. Its times
+count from the start of the process too; the part until Python has imported the library is printed apart. Linux only.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_server import llama_server
 
@@ -31,6 +34,13 @@ SECONDS = 600.0  # that one start may take: the first one packs the weights
 PROMPT = "The water ran"
 ASK = {"max_tokens": 8, "stream": True, "ignore_eos": True}
 TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Start(NamedTuple):
+    server_s: float  # processor time
+    worker_s: float
+    clock_s: float
+    imports_s: float = 0.0  # processor time of the server that Python took until it had imported llama.cpp
 
 
 def cpu_seconds(pid: int) -> float:
@@ -76,8 +86,7 @@ def first_token(port: int, *, chat: bool = False) -> None:
     raise RuntimeError("the answer has no text")
 
 
-def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, float, float]:
-    """Return the processor seconds of the server and of its worker, and the seconds on the clock."""
+def start(python: str, given: argparse.Namespace, folder: Path) -> Start:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     environ = {
@@ -89,6 +98,7 @@ def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, 
         "HEADRACE_LOG_LEVEL": "warning",
     }
     command = [python, "-m", "headrace", "serve", given.model, "--weights", given.weights, "--port", str(port)]
+    command += ["--threads", str(given.threads)]
     began = time.perf_counter()
     with subprocess.Popen(
         command, env=environ, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -98,23 +108,24 @@ def start(python: str, given: argparse.Namespace, folder: Path) -> tuple[float, 
             first_token(port, chat=given.chat)
             seconds = time.perf_counter() - began
             workers = children(server.pid)
-            return cpu_seconds(server.pid), sum(map(cpu_seconds, workers)), seconds
+            return Start(cpu_seconds(server.pid), sum(map(cpu_seconds, workers)), seconds)
         finally:
             server.send_signal(signal.SIGINT)
 
 
-def start_llama(given: argparse.Namespace) -> tuple[float, float, float]:
-    """Return the processor seconds of llama.cpp's server, 0, and the seconds on the clock."""
-    with llama_server(Path(given.llama), os.cpu_count() or 1) as server:
+def start_llama(given: argparse.Namespace) -> Start:
+    began = time.perf_counter()
+    with llama_server(Path(given.llama), given.threads) as server:
         first_token(server.port, chat=given.chat)
-        seconds = time.time() - server.began
-        return cpu_seconds(server.process) - server.imports_cpu_s, 0.0, seconds
+        seconds = time.perf_counter() - began
+        return Start(cpu_seconds(server.process), 0.0, seconds, server.imports_cpu_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder, GGUF file or name")
     parser.add_argument("--weights", default="int4")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of the engines")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--beside", action="append", default=[], help="Python of another installation to take turns")
     parser.add_argument("--cache", help="cache folder to use; default: an empty one")
@@ -123,7 +134,7 @@ def main() -> None:
     given = parser.parse_args()
     if os.path.exists(given.model):
         given.model = str(Path(given.model).resolve())
-    found: dict[str, list[tuple[float, float, float]]] = {each: [] for each in (sys.executable, *given.beside)}
+    found: dict[str, list[Start]] = {each: [] for each in (sys.executable, *given.beside)}
     with tempfile.TemporaryDirectory() as temporary:
         folders = {each: Path(temporary) / str(place) for place, each in enumerate(found)}
         for python, folder in folders.items():
@@ -134,10 +145,10 @@ def main() -> None:
                 found[python].append(start(python, given, folder))
             if given.llama:
                 found.setdefault("llama.cpp", []).append(start_llama(given))
-    print(f"{'server s':>10}{'worker s':>10}{'clock s':>10}  python")
+    print("".join(f"{title:>16}" for title in ("server s", "worker s", "clock s", "imports s")), " least, median")
     for python, rounds in found.items():
-        server, worker, clock = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"{server:>10.2f}{worker:>10.2f}{clock:>10.2f}  {python}")
+        columns = [f"{min(each):.2f}, {statistics.median(each):.2f}" for each in zip(*rounds, strict=True)]
+        print("".join(f"{column:>16}" for column in columns), "", python)
 
 
 if __name__ == "__main__":

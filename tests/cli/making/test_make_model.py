@@ -9,14 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
 from headrace.cli import main
+from headrace.compress.gguf_vocabulary import vocabulary
 from headrace.errors import HeadraceError, RequestError
+from headrace.models.model_folder import open_model
 from headrace.models.synthetic import random_model
 from headrace.models.synthetic.public_shapes import SHAPE_NAMES, ShapeName, find_shape
 from headrace.models.synthetic.random_model import Dtype, tensors_of, write_random_model
@@ -71,7 +73,7 @@ def tokenizer_of(name: ShapeName) -> Tokenizer:
 def test_the_bytes_of_a_model_are_fixed_for_ever(tmp_path: Path) -> None:
     out = made(tmp_path, "tiny")
     assert digest(out / "model.safetensors") == "9150cae28754bd6e2eadc2118c9bc91174ddd6cf5f4cadc97b6a69f95c4f506b"
-    assert digest(out / "tokenizer.json") == "f1656969528b5a9b5f2bbac6a37a8830f3b471496cffb401dee954caeca6226e"
+    assert digest(out / "tokenizer.json") == "97abacf9d9eaff8a0fa290b5805fd3b7eea77a4bd8e26c95bac6fb2a51d26715"
 
 
 def test_another_seed_changes_the_weights_and_nothing_else(tmp_path: Path) -> None:
@@ -218,6 +220,15 @@ def test_a_chat_template_writes_tools_and_their_calls(tmp_path: Path) -> None:
         '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>\n'
     )
+
+
+@pytest.mark.parametrize("name", ["tiny", "mixtral-tiny", "qwen3-moe-tiny"])
+def test_gguf_has_a_name_for_the_tokenizer(tmp_path: Path, name: ShapeName) -> None:
+    keys = vocabulary(open_model(made(tmp_path, name)))
+    assert keys["tokenizer.ggml.pre"] == "smaug-bpe"
+    tokens = cast("list[str]", keys["tokenizer.ggml.tokens"])
+    assert len(tokens) == find_shape(name).vocab_size
+    assert not [each for each in tokens if each.startswith("[PAD")]
 
 
 def test_generation_ends_at_the_public_ids(tmp_path: Path) -> None:

@@ -274,9 +274,10 @@ def template_of(shape: PublicShape) -> dict[str, Any] | None:
     }
 
 
-def normaliser_of(shape: PublicShape) -> dict[str, Any]:
+def normaliser_of(shape: PublicShape) -> dict[str, Any] | None:
+    """Return none for a decoder: GGUF has no name for this division into words after a normaliser."""
     if not shape.lower_case:
-        return {"type": "NFC"}
+        return None
     return {
         "type": "BertNormalizer",
         "clean_text": True,
