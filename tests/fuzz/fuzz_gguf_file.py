@@ -16,7 +16,7 @@ import atheris
 
 with atheris.instrument_imports(include=["headrace"]):
     from headrace.errors import ModelError
-    from headrace.models.formats.gguf_blocks import decode_rows
+    from headrace.models.formats.gguf_blocks import EXACT, decode_rows, exact_codes
     from headrace.models.formats.gguf_file import GgufFile
     from headrace.models.gguf.gguf_model import read_spec
     from headrace.models.gguf.gguf_tokenizer import read_tokenizer
@@ -34,6 +34,8 @@ def one_input(data: bytes) -> None:
         if not 24 <= entry.start <= entry.stop <= len(data):
             raise AssertionError(f"{name}: {entry}")
         decode_rows(file.rows(name), entry.type)
+        if entry.type in EXACT:
+            exact_codes(file.rows(name), entry.type)
     for read in (read_spec, lambda file: read_tokenizer(file).read()):
         with contextlib.suppress(ModelError):
             read(file)
@@ -48,7 +50,8 @@ def write_seeds(folder: Path) -> None:
         return head + bytes(-len(head) % 32) + data
 
     keys = [text(b"k") + struct.pack("<II", 4, 7), text(b"t") + struct.pack("<IIQ", 9, 8, 1) + text(b"x")]
-    for index, (kind, weights, size) in enumerate(((0, 8, 32), (8, 32, 34), (12, 256, 144), (23, 256, 136))):
+    blocks = ((0, 8, 32), (8, 32, 34), (12, 256, 144), (23, 256, 136), (16, 256, 66), (29, 256, 56), (34, 256, 54))
+    for index, (kind, weights, size) in enumerate(blocks):
         tensor = text(b"a") + struct.pack("<IQIQ", 1, weights, kind, 0)
         (folder / f"seed-{index}").write_bytes(file(keys, [tensor], bytes(size)))
 

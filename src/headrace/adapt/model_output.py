@@ -31,11 +31,11 @@ from headrace.models.adapters.adapter_folder import ADAPTER_CONFIG, ADAPTER_FILE
 from headrace.models.adapters.adapter_modules import file_sources, part_slices
 from headrace.models.families.family import TensorPart
 from headrace.models.formats.atomic_file import new_file
-from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.json_file import read_json
 from headrace.models.formats.model_weights import SINGLE_FILE
 from headrace.models.formats.safetensors_file import write_safetensors
 from headrace.models.gguf.gguf_model import read_config
+from headrace.models.gguf.gguf_shards import open_gguf
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.model_folder import ModelFolder
 
@@ -167,7 +167,7 @@ def _stored(values: F32, kind: DenseType) -> tuple[str, tuple[int, ...], Callabl
 
 def _write_gguf_files(folder: ModelFolder, out: Path) -> None:
     """Write the config and the tokenizer that a GGUF file holds."""
-    file, spec = GgufFile.open(folder.path), folder.spec
+    file, spec = open_gguf(folder.path), folder.spec
     files = read_tokenizer(file)
     ends = sorted(files.eos_ids)
     config: dict[str, object] = {

@@ -11,6 +11,7 @@ from rich.table import Table
 from headrace.engine.executors.cpu_executor import memory_of
 from headrace.engine.executors.memory import gib, usable_memory
 from headrace.errors import HeadraceError
+from headrace.models.formats.shard_names import existing_files
 from headrace.models.model_folder import BUNDLED, BUNDLED_NAMES, open_model
 from headrace.models.sources.downloaded_models import downloaded_models
 from headrace.variant import Variant
@@ -67,7 +68,7 @@ def _places() -> list[tuple[str, Path]]:
 
 
 def _bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    files = existing_files(path) if path.is_file() else (each for each in path.rglob("*") if each.is_file())
     return sum(each.stat().st_size for each in files)
 
 

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from headrace.errors import ModelError, RequestError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import Family, TensorPart, TensorSources, family_of, family_sources, model_spec
-from headrace.models.formats.gguf_file import GgufFile, has_magic
+from headrace.models.formats.gguf_file import has_magic
 from headrace.models.formats.model_weights import ModelWeights
+from headrace.models.formats.shard_names import model_file
 from headrace.models.formats.tensors import DenseTensor
 from headrace.models.gguf.gguf_model import read_spec, tensor_sources
+from headrace.models.gguf.gguf_shards import open_gguf
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.gguf.mmproj import image_span
@@ -162,11 +164,11 @@ class ModelFolder:
 
 
 def open_model(path: Path) -> ModelFolder:
-    """Open the model in a folder or a GGUF file; raise ModelError if anything in it is wrong."""
+    """Open the model in a folder or a GGUF file; raise ModelError if anything in it is wrong. Of a split GGUF model,
+    `path` is any file, or the folder that holds them."""
+    path = _model_place(path)
     if not path.is_dir():
         return _open_gguf(path)
-    if not (path / "config.json").exists() and (file := next(iter(sorted(path.glob("*.gguf"))), None)) is not None:
-        raise ModelError(f"The folder has no config.json, but it holds a GGUF file. Pass {file.name}.", path=path)
     config = ConfigJson.read(path / "config.json")
     spec = model_spec(config)
     scheme = read_scheme(config)
@@ -209,7 +211,8 @@ def _open_gguf(path: Path) -> ModelFolder:
         raise ModelError(f"The model {kind}. {expected}", path=path)
     if not has_magic(path):
         raise ModelError(f"The file is no model: it does not start with 'GGUF'. {expected}", path=path)
-    file = GgufFile.open(path)
+    file = open_gguf(path)
+    path = file.path  # the first one of a split model
     spec = read_spec(file)
     if spec.family == "gemma":
         spec = replace(spec, image_span=image_span(path, file))
@@ -223,9 +226,10 @@ def _open_gguf(path: Path) -> ModelFolder:
 def open_tokenizer(path: Path, most: int) -> Tokenizer:
     """Load the tokenizer of a folder or a GGUF file, of at most this many tokens. Needs no weights and no known
     family."""
+    path = _model_place(path)
     if path.is_dir():
         return Tokenizer.load(path, most)
-    return Tokenizer.build(read_tokenizer(GgufFile.open(path)), most)
+    return Tokenizer.build(read_tokenizer(open_gguf(path)), most)
 
 
 def _untied(spec: ModelSpec, family: Family, weights: Weights) -> ModelSpec:
@@ -257,7 +261,14 @@ def _same_bytes(one: NDArray[Any], other: NDArray[Any]) -> bool:
 def local_model(name: str) -> Path | None:
     """Return the place of a bundled model, a path or a downloaded model; None if it is not on this machine."""
     path = BUNDLED / name if name in BUNDLED_NAMES else Path(name).expanduser()
-    return path if path.exists() else downloaded_model(name)
+    return _model_place(path) if path.exists() else downloaded_model(name)
+
+
+def _model_place(path: Path) -> Path:
+    """Return the GGUF file of a folder that has no config.json but one such model, or else the path."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    return model_file(path) or path
 
 
 def is_downloadable(name: str) -> bool:

@@ -35,7 +35,8 @@ def samples(weights: Weights, names: Collection[str]) -> Iterator[bytes]:
         # Read and not mapped: to map a page here and there takes many times as long.
         opened = {path: stack.enter_context(_opened(path)) for path in weights.files}
         if isinstance(weights, GgufWeights):
-            # Metadata and the table of tensors: what other models have in JSON files beside the weights.
+            # Metadata and the table of tensors: what other models have in JSON files beside the weights. The first file
+            # of a split model has all metadata.
             path = weights.files[0]
             yield from named("metadata", _read(opened[path], 0, weights.file.header_bytes))
         for name in sorted(tensors):
@@ -57,9 +58,10 @@ def unreadable(path: Path, error: OSError) -> ModelError:
 def _places(weights: Weights) -> dict[str, tuple[Path, str, tuple[int, ...], int, int]]:
     """Return file, type, shape, start and end of every stored tensor."""
     if isinstance(weights, GgufWeights):
-        path = weights.file.path
+        paths = weights.files
         return {
-            name: (path, each.type, each.shape, each.start, each.stop) for name, each in weights.file.tensors.items()
+            name: (paths[each.file], each.type, each.shape, each.start, each.stop)
+            for name, each in weights.file.tensors.items()
         }
     return {
         name: (path, each.dtype, each.shape, each.start, each.stop)

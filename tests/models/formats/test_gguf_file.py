@@ -111,7 +111,7 @@ GOOD = [tensor("a", (32, 2), 8, 0), tensor("b", (4,), 0, 96)]
         (raw([], [tensor("a", (0, 2), 0, 0)]), "is empty", "a"),
         (raw([], [tensor("a", (1 << 40, 1 << 40), 0, 0)]), "too large", "a"),
         (raw([], [tensor("a", (33, 2), 8, 0)]), "do not fill Q8_0 blocks of 32", "a"),
-        (raw([], [tensor("a", (256,), 16, 0)], bytes(512)), "Type IQ2_XXS is not supported", "a"),
+        (raw([], [tensor("a", (256,), 15, 0)], bytes(512)), "Type Q8_K is not supported", "a"),
         (raw([], [tensor("a", (256,), 999, 0)], bytes(512)), "unsupported type 999", "a"),
         (raw([], [GOOD[0], tensor("a", (4,), 0, 96)], bytes(256)), "lists the tensor twice", "a"),
         (raw([], [tensor("a", (4,), 0, 32)], bytes(64)), "Expected 0", "a"),

@@ -31,13 +31,13 @@ TYPE = {"F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16, "Q8_0": Type.Q8_0, 
 
 
 def write_gguf(
-    path: Path, model: Any, tokenizer: Path, *, types: dict[str, str] | None = None, change: Any = None
+    path: Path, model: Any, tokenizer: Path, *, types: dict[str, str] | None = None, change: Any = None, split: int = 0
 ) -> None:
     """Write a model. `types` has the type of tensors by the end of their names; others are F32. `change` may change
-    what the writer holds before it is written."""
+    what the writer holds before it is written. `split`: tensors in each of several files."""
     config = model.config
     name, kind = ARCHITECTURES[type(model).__name__]
-    writer = gguf.GGUFWriter(str(path), name)
+    writer = gguf.GGUFWriter(str(path), name, split_max_tensors=split)
     _write_shape(writer, config, name)
     _write_rope(writer, config, name)
     write_vocabulary(writer, json.loads(tokenizer.read_text()))

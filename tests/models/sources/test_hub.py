@@ -131,6 +131,26 @@ def test_several_gguf_files_need_a_choice(server: FileServer, hub: Hub) -> None:
     assert local_model("acme/tiny:Q8_0") is None
 
 
+def test_all_files_of_a_split_gguf_model_are_downloaded(server: FileServer, hub: Hub) -> None:
+    shards = [f"Q4/a.Q4_K_M-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    hub.files = {"a.Q8_0.gguf": GGUF, **{each: GGUF[:2000] + each.encode() for each in shards}}
+    with pytest.raises(RequestError, match=r"several GGUF files.* a.Q8_0.gguf, Q4/a.Q4_K_M-00001-of-00003.gguf\."):
+        pull_from_hub(TINY)
+    for wanted in ("Q4_K_M", *shards):
+        path = pull_from_hub(HubName("acme/tiny", wanted))
+        assert str(path).endswith(shards[0])
+        assert [(path.parents[1] / each).exists() for each in shards] == [True] * 3
+        assert local_model(f"acme/tiny:{wanted}") == path
+    assert [name for name, _ in downloaded_models()] == [f"acme/tiny:{shards[0]}"]
+    got = [each[1].rpartition("/")[2] for each in server.asked if each[0] == "GET" and "/resolve/" in each[1]]
+    assert got == ["a.Q4_K_M-00003-of-00003.gguf", "a.Q4_K_M-00002-of-00003.gguf", "a.Q4_K_M-00001-of-00003.gguf"]
+    path.unlink()
+    assert list(downloaded_models()) == []  # what was interrupted does not look complete
+    del hub.files[shards[1]]
+    with pytest.raises(DownloadError, match=r"lacks Q4/a.Q4_K_M-00002-of-00003.gguf"):
+        pull_from_hub(HubName("acme/tiny", "Q4_K_M"))
+
+
 def test_a_model_that_can_only_be_unpickled_is_refused(server: FileServer, hub: Hub) -> None:
     del hub.files["model.safetensors"]
     with pytest.raises(RequestError, match="neither safetensors"):

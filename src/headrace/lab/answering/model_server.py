@@ -55,7 +55,7 @@ def parse_spec(text: str, *, parameter: str, options: Mapping[str, Any] | None =
         if "weights" in given:
             raise RequestError(f"'{text}' names a precision already. Remove --weights.", parameter=parameter)
         given["weights"] = weights
-    return AnswererSpec(name=text, variant=Variant.of(str(path.resolve()), **given))
+    return AnswererSpec(name=text, variant=Variant.of(str(path.absolute()), **given))
 
 
 class ModelServer:

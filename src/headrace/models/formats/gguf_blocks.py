@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.models.formats.gguf_grid_blocks import GRID_FORMATS, iq1_m_scale
+
 Bytes = NDArray[np.uint8]  # [blocks, bytes of a block]
 F32 = NDArray[np.float32]
 
@@ -102,9 +104,50 @@ def _exact_blocks(blocks: Bytes, type_name: str) -> tuple[Bytes, F32, F32 | None
             codes = _nibbles(blocks[:, 2:], 16)
         case "MXFP4":
             codes, scales = _nibbles(blocks[:, 1:], 16), _mxfp4_scales(blocks)
-        case _:
+        case "IQ4_XS":
             codes, scales = _nibbles(blocks[:, 8:], 16), _iq4_xs_scales(blocks)
+        case _:
+            codes, scales, offsets = _grid_codes(blocks, type_name)
     return codes, scales, offsets
+
+
+def _grid_codes(blocks: Bytes, type_name: str) -> tuple[Bytes, F32, F32 | None]:
+    """Return codes for the numbers that a grid's vectors have."""
+    numbers, scales = _grid_numbers(blocks, type_name)
+    offsets: F32 | None = None
+    match type_name:
+        case "IQ3_S":  # odd numbers from -15 to 15
+            codes = (numbers + np.int8(15)) >> np.int8(1)
+            scales, offsets = scales * np.float32(2), scales * np.float32(-15)
+        case "IQ1_S":  # -1, 0 and 1 in eighths, and in each group an eighth more or less
+            codes = (numbers + np.int8(9)) >> np.int8(3)
+            moved = numbers[:, :, 0] - 8 * (codes[:, :, 0] - np.int8(1))
+            eighths: F32 = np.subtract(moved, 8, dtype=np.float32)
+            scales, offsets = scales * np.float32(8), scales * eighths
+        case "IQ1_M":  # the same, for each vector
+            codes = (numbers + np.int8(9)) >> np.int8(1)
+            scales, offsets = scales * np.float32(2), scales * np.float32(-9)
+        case "TQ1_0" | "TQ2_0":  # -1, 0 and 1; hostile blocks have 2, which the other sign of the scale makes room for
+            codes, scales = np.int8(2) - numbers, -scales
+        case _:
+            codes = numbers.view(np.uint8) ^ np.uint8(128)
+    return codes.view(np.uint8).reshape(len(blocks), -1), scales, offsets
+
+
+def _grid_numbers(blocks: Bytes, type_name: str) -> tuple[NDArray[np.int8], F32]:
+    """Return whole numbers, in groups, and the scale of each group."""
+    grid = GRID_FORMATS[type_name]
+    numbers, factors = grid.read(blocks)
+    scale = iq1_m_scale(blocks) if grid.scale is None else _half(blocks, grid.scale)
+    return numbers, scale * factors
+
+
+def _grid_values(type_name: str) -> Callable[[Bytes], F32]:
+    def decode(blocks: Bytes) -> F32:
+        numbers, scales = _grid_numbers(blocks, type_name)
+        return scales[:, :, None] * numbers.astype(np.float32)
+
+    return decode
 
 
 def _half(blocks: Bytes, at: int) -> F32:
@@ -262,6 +305,7 @@ BLOCKS: Final[Mapping[str, BlockFormat]] = {
     "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
     "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
     "MXFP4": BlockFormat(32, 17, _mxfp4),
+    **{name: BlockFormat(256, each.bytes, _grid_values(name)) for name, each in GRID_FORMATS.items()},
 }
 # Types that the kernels have a layout for. Those of 5 and 6 bits with minima or closer groups are not among them: their
 # codes would take 8 bits of memory, as weights that are rounded to int8 do.
@@ -276,6 +320,13 @@ EXACT: Final[Mapping[str, Exact]] = {
     "IQ4_NL": Exact(4, table="iq4"),
     "IQ4_XS": Exact(4, table="iq4"),
     "MXFP4": Exact(4, table="mxfp4"),
+    "IQ3_XXS": Exact(8),
+    "IQ2_XXS": Exact(8),
+    "IQ3_S": Exact(4, offsets=True),
+    "IQ1_S": Exact(2, offsets=True),
+    "IQ1_M": Exact(4, group=16, offsets=True),
+    "TQ1_0": Exact(2, group=256),
+    "TQ2_0": Exact(2, group=256),
 }
 # The types' numbers in files; those that BLOCKS lacks are refused by name.
 TYPE_NAMES: Final[Mapping[int, str]] = {

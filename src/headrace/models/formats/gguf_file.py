@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -45,30 +46,54 @@ GgufValue = int | float | bool | str | list[str] | NDArray[Any]
 class GgufTensor(NamedTuple):
     type: str  # such as "Q4_K"
     shape: tuple[int, ...]  # outputs first, as in other formats
-    start: int  # bytes from the beginning of the file
+    start: int  # bytes from the beginning of its file
     stop: int
+    file: int = 0  # of a model that is split into several
 
 
 class GgufFile:
-    """An open file. Its arrays are read-only views that stay valid as long as they are referenced."""
+    """An open file, or all files of a split model. Its arrays are read-only views that stay valid as long as they are
+    referenced."""
 
     def __init__(
         self,
-        path: Path,
-        data: NDArray[np.uint8],
+        paths: tuple[Path, ...],
+        data: tuple[NDArray[np.uint8], ...],
         metadata: dict[str, GgufValue],
         tensors: dict[str, GgufTensor],
         header_bytes: int,
     ) -> None:
-        self.path = path
-        self.metadata = metadata
-        self.tensors = tensors  # in the order of the file
-        self.header_bytes = header_bytes  # of metadata and table, before padding
+        self.path = paths[0]
+        self.paths = paths
+        self.metadata = metadata  # of the first file
+        self.tensors = tensors  # in the order of the files
+        self.header_bytes = header_bytes  # of the first file's metadata and table, before padding
         self._data = data
 
+    @classmethod
+    def joined(cls, files: Sequence[GgufFile]) -> GgufFile:
+        """Return the files of a split model as one. ModelError for a tensor that is in two of them."""
+        tensors: dict[str, GgufTensor] = {}
+        for number, file in enumerate(files):
+            for name, entry in file.tensors.items():
+                if name in tensors:
+                    other = files[tensors[name].file].path.name
+                    raise ModelError(
+                        f"The tensor is also in {other}. Each tensor must be in one file.", path=file.path, tensor=name
+                    )
+                tensors[name] = entry._replace(file=number)
+        paths, data = tuple(file.path for file in files), tuple(each for file in files for each in file._data)
+        return cls(paths, data, files[0].metadata, tensors, files[0].header_bytes)
+
+    def path_of(self, name: str) -> Path:
+        """Return the file of a tensor; of a tensor that does not exist, the first file."""
+        entry = self.tensors.get(name)
+        return self.path if entry is None else self.paths[entry.file]
+
     def drop_pages(self) -> None:
-        """Give back the memory of what was read of the file."""
-        drop_pages(self._data)
+        """Give back the memory of what was read of the files."""
+        for data in self._data:
+            drop_pages(data)
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -92,7 +117,7 @@ class GgufFile:
                 raise ModelError(f"Key {key[:120]!r} is in the file twice.", path=path)
             metadata[key] = reader.value(key)
         tensors = _read_tensors(reader, tensor_count, _alignment(metadata, path))
-        return cls(path, data, metadata, tensors, reader.position)
+        return cls((path,), (data,), metadata, tensors, reader.position)
 
     def rows(self, name: str) -> NDArray[np.uint8]:
         """Return the bytes of a tensor as [rows, bytes of a row]; a tensor of one dimension is one row."""
@@ -100,7 +125,7 @@ class GgufFile:
         if entry is None:
             raise ModelError("The file has no such tensor.", path=self.path, tensor=name)
         rows = math.prod(entry.shape[:-1])
-        return self._data[entry.start : entry.stop].reshape(rows, -1 if rows else 0)
+        return self._data[entry.file][entry.start : entry.stop].reshape(rows, -1 if rows else 0)
 
 
 def has_magic(path: Path) -> bool:

@@ -34,13 +34,6 @@ def architecture_of(file: GgufFile) -> Architecture:
     kind = plain(file.metadata.get("general.type", "model"))
     if kind != "model":
         raise key_error(file, "general.type", f"The file holds {shorten(kind)}, not a model.")
-    parts = plain(file.metadata.get("split.count", 1))
-    if parts not in (0, 1):
-        raise key_error(
-            file,
-            "split.count",
-            f"The model is split into {shorten(parts)} files. Join them with `llama-gguf-split --merge`.",
-        )
     name = plain(file.metadata.get("general.architecture"))
     if not isinstance(name, str) or name not in ARCHITECTURES:
         found = "The key is missing." if name is None else f"Unknown architecture {shorten(name)}."
@@ -90,7 +83,7 @@ def tensor_sources(file: GgufFile, spec: ModelSpec, names: frozenset[str]) -> Te
         if name not in unused and not _is_of_further_layer(name, spec) and not _is_shared(name, spec):
             raise ModelError(
                 "Headrace does not know this tensor, and it may change what the model computes.",
-                path=file.path,
+                path=file.path_of(name),
                 tensor=name[:200],
             )
     return sources

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class GgufWeights:
                     self._parts |= {f"{stem}.{each}.{leaf}": _Part(name, each) for each in range(entry.shape[0])}
         self._joined = _joined_names(file)
         split.update(part for parts in self._joined.values() for part in parts)
-        self.files = (file.path,)
+        self.files = file.paths
         self.names = (frozenset(file.tensors) - split) | self._parts.keys() | self._joined.keys()
         self.total_bytes = sum(entry.stop - entry.start for entry in file.tensors.values())
 
@@ -83,12 +84,12 @@ class GgufWeights:
         else:
             dtype, data = "f32", decode_rows(rows, entry.type)
         found = DenseTensor(
-            name=name, dtype=dtype, shape=entry.shape, data=data.reshape(entry.shape), path=self.file.path
+            name=name, dtype=dtype, shape=entry.shape, data=data.reshape(entry.shape), path=self._path(name)
         )
         return self._logarithms(found) if name.endswith(_DECAYS) else found
 
     def drop_pages(self) -> None:
-        """Give back the memory of what was read of the file."""
+        """Give back the memory of what was read of the files."""
         self.file.drop_pages()
 
     def stored_names(self, name: str) -> tuple[str, ...]:
@@ -169,10 +170,13 @@ class GgufWeights:
             data = np.stack([keys, values], axis=2)
         else:
             data = np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape(name))
-        return DenseTensor(name, "f32", data.shape, data, self.file.path)
+        return DenseTensor(name, "f32", data.shape, data, self._path(name))
 
     def _error(self, name: str, reason: str) -> ModelError:
-        return ModelError(reason, path=self.file.path, tensor=name[:200])
+        return ModelError(reason, path=self._path(name), tensor=name[:200])
+
+    def _path(self, name: str) -> Path:
+        return self.file.path_of(self.stored_names(name)[0])
 
 
 def _joined_names(file: GgufFile) -> dict[str, tuple[str, ...]]:

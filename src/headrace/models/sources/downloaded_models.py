@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from headrace.errors import RequestError
+from headrace.models.formats.shard_names import first_name, is_later_shard
 from headrace.models.weight_cache import cache_folder
 
 PACKAGE_PREFIX: Final = "pypi:"
@@ -108,6 +109,7 @@ def _choose(files: list[Path], wanted: str) -> Path | None:
     if not files:
         return None
     names = {str(file): file for file in files}
+    wanted = first_name(wanted)
     try:
         return names[match_file(list(names), wanted, files[0].parent.name)]
     except RequestError:
@@ -123,7 +125,7 @@ def packages_folder() -> Path:
 def package_files(package: str) -> list[Path]:
     """Return the GGUF files of a package, and its folder in Hugging Face layout."""
     folder = packages_folder() / package
-    files = sorted(folder.glob("*.gguf"))
+    files = [path for path in sorted(folder.glob("*.gguf")) if not is_later_shard(path.name)]
     model = folder / MODEL_FOLDER
     return [*files, model] if (model / "config.json").exists() else files
 
@@ -148,4 +150,6 @@ def hub_snapshot(repository: str) -> Path | None:
 
 
 def gguf_files(snapshot: Path) -> Iterator[Path]:
-    yield from sorted(path for path in snapshot.rglob("*.gguf") if path.is_file())
+    """Yield the GGUF models in a folder and below it: files, and the first file of each that is split."""
+    files = (path for path in snapshot.rglob("*.gguf") if path.is_file())
+    yield from sorted(path for path in files if not is_later_shard(path.name))

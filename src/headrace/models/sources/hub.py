@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.errors import DownloadError, HeadraceError, RequestError
+from headrace.models.formats.shard_names import all_names, first_name
 from headrace.models.sources.downloaded_models import HubName, downloaded_model, hub_cache, match_file
 
 _FILES: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # of the model's folder
@@ -68,8 +69,8 @@ def pull_from_hub(
         reason = " ".join(str(error).strip().splitlines()[:1]) or type(error).__name__
         raise DownloadError(f"Cannot download '{name}' from the hub at {endpoint}: {reason}") from error
     report(f"verified {len(files)} files")
-    if len(files) == 1 and files[0].name.endswith(".gguf"):
-        return paths[files[0].name]
+    if files[-1].name.endswith(".gguf"):
+        return paths[files[-1].name]
     return paths["config.json"].parent
 
 
@@ -91,21 +92,32 @@ def _file(sibling: Any) -> HubFile:
 
 
 def _chosen(files: Sequence[HubFile], name: HubName) -> list[HubFile]:
-    """Return the files of a model. config.json is the last one: what was interrupted does not look complete."""
+    """Return the files of a model. config.json, or the first file of a split GGUF model, is the last one: what was
+    interrupted does not look complete."""
     ggufs = {file.name: file for file in files if file.name.endswith(".gguf")}
     if name.file:
-        return [ggufs[match_file(list(ggufs), name.file, name.repository)]]
+        return _gguf_files(ggufs, name)
     folder = [file for file in files if _is_read(file.name)]
     names = {file.name for file in folder}
     if "config.json" in names and any(each.endswith(".safetensors") for each in names):
         return sorted(folder, key=lambda file: (file.name == "config.json", file.name))
     if ggufs:
-        return [ggufs[match_file(list(ggufs), "", name.repository)]]
+        return _gguf_files(ggufs, name)
     raise RequestError(
         f"'{name.repository}' has neither safetensors with a config.json nor a GGUF file. Other formats can hold code "
         "and are not loaded.",
         parameter="model",
     )
+
+
+def _gguf_files(files: Mapping[str, HubFile], name: HubName) -> list[HubFile]:
+    """Return the GGUF file that a name means; of a split model all its files, the first one last."""
+    models = dict.fromkeys(map(first_name, files))
+    shards = all_names(match_file(list(models), first_name(name.file), name.repository))
+    missing = [each for each in shards if each not in files]
+    if missing:
+        raise DownloadError(f"'{name.repository}' lacks {', '.join(missing[:4])}, a file of the split model '{name}'.")
+    return [files[each] for each in reversed(shards)]
 
 
 def _is_read(path: str) -> bool:

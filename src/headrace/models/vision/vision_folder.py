@@ -19,8 +19,8 @@ from headrace.models.config_json import ConfigJson
 from headrace.models.families.decoder import find_prefix, named_sources
 from headrace.models.families.vision.towers import has_tower, read_tower
 from headrace.models.families.vision.vision_tower import Connector, TowerSpec, TowerTensor
-from headrace.models.formats.gguf_file import GgufFile
 from headrace.models.formats.model_weights import ModelWeights
+from headrace.models.gguf.gguf_shards import open_gguf
 from headrace.models.gguf.gguf_tokenizer import read_tokenizer
 from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.gguf.mmproj import Mmproj, find_mmproj, has_mmproj, mmproj_sources, read_mmproj
@@ -150,7 +150,7 @@ def _mmproj(path: Path) -> Mmproj:
     found = find_mmproj(path)
     if found is None:
         raise ModelError("There is no image part (mmproj) beside the file.", path=path)
-    return read_mmproj(found, GgufFile.open(path))
+    return read_mmproj(found, open_gguf(path))
 
 
 def _open_mmproj(path: Path) -> tuple[TowerSpec, ModelFolder]:
