@@ -2,6 +2,8 @@
 
     DeepSeek, GLM  in `layers.N`, after the last layer: enorm, hnorm, eh_proj, the layer itself, shared_head.norm
     Qwen           in `mtp`: pre_fc_norm_embedding, pre_fc_norm_hidden, fc, layers.0, norm
+    GGUF files     in `blk.N`, after the last layer: nextn.enorm, nextn.hnorm, nextn.eh_proj, the layer itself,
+                   nextn.shared_head_norm
 
 The embedding and the head are the model's own, also where the files hold them twice. Only the first module of a
 checkpoint is read. Computes nothing.
@@ -17,6 +19,8 @@ from headrace.errors import RequestError
 from headrace.models.config_json import ConfigJson
 from headrace.models.families import TensorPart, family_of
 from headrace.models.families.decoder import decoder_prefix
+from headrace.models.gguf.gguf_model import spec_sources
+from headrace.models.gguf.gguf_weights import GgufWeights
 from headrace.models.model_folder import ModelFolder
 from headrace.models.spec import ModelSpec
 from headrace.models.tensor_shapes import tensor_shapes
@@ -55,13 +59,14 @@ def open_prediction_module(folder: ModelFolder) -> ModelFolder:
     layout = _layout(folder)
     if layout is None:
         raise RequestError(
-            f"'{folder.path.name}' has no prediction module that Headrace reads. Expected the tensors of DeepSeek and "
-            f"GLM (layers.{len(folder.spec.layers)}.eh_proj) or of Qwen (mtp.fc) in a folder of safetensors. Remove "
+            f"'{folder.path.name}' has no prediction module that Headrace reads. Expected {_expected(folder)}. Remove "
             'speculation = "mtp", or train heads: headrace adapt --heads.',
             parameter="speculation",
         )
     names = folder.weights.names
-    mixture = any(name.startswith(f"{layout.layer}mlp.experts.") for name in names)
+    mixture = any(name.startswith(f"{layout.layer}mlp.experts.") for name in names) or any(
+        name.startswith(f"{layout.layer}ffn_") and "_exps." in name for name in names
+    )
     spec = _layer_spec(folder.spec, mixture=mixture)
     shapes = {name: shape for name, shape in tensor_shapes(spec).items() if name not in _SHARED}
     hidden = spec.hidden_size
@@ -82,14 +87,23 @@ def open_prediction_module(folder: ModelFolder) -> ModelFolder:
 
 def _layout(folder: ModelFolder) -> _Layout | None:
     names = folder.weights.names
-    layer = f"{decoder_prefix(names)}layers.{len(folder.spec.layers)}"
+    count = len(folder.spec.layers)
+    layer, block = f"{decoder_prefix(names)}layers.{count}", f"blk.{count}.nextn"
     layouts = (
         _Layout(f"{layer}.", f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.eh_proj", f"{layer}.shared_head.norm"),
         _Layout("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+        _Layout(f"blk.{count}.", f"{block}.enorm", f"{block}.hnorm", f"{block}.eh_proj", f"{block}.shared_head_norm"),
     )
     if not any(each.attends for each in folder.spec.layers):
         return None
     return next((each for each in layouts if each.parts[JOIN] in names), None)
+
+
+def _expected(folder: ModelFolder) -> str:
+    count = len(folder.spec.layers)
+    if isinstance(folder.weights, GgufWeights):
+        return f"the tensor blk.{count}.nextn.eh_proj.weight: many GGUF files are made without it"
+    return f"the tensors of DeepSeek and GLM (layers.{count}.eh_proj) or of Qwen (mtp.fc)"
 
 
 def _layer_spec(spec: ModelSpec, *, mixture: bool) -> ModelSpec:
@@ -105,13 +119,17 @@ def _layer_sources(folder: ModelFolder, spec: ModelSpec, layout: _Layout) -> dic
     names = folder.weights.names
     count = len(folder.spec.layers)
     stem, start = f"{decoder_prefix(names)}layers.{count}.", f"layers.{count}."
-    stored = {stem + name.removeprefix(layout.layer): name for name in names if name.startswith(layout.layer)}
-    family = family_of(ConfigJson.read(folder.path / "config.json"))
     longer = replace(folder.spec, layers=(*folder.spec.layers, *spec.layers))
+    stored: dict[str, str] = {}
+    if isinstance(folder.weights, GgufWeights):
+        sources = spec_sources(folder.weights.file, longer, names)
+    else:
+        stored = {stem + name.removeprefix(layout.layer): name for name in names if name.startswith(layout.layer)}
+        sources = family_of(ConfigJson.read(folder.path / "config.json")).sources(longer, names | stored.keys())
     return {
         f"layers.0.{name.removeprefix(start)}": tuple(
             replace(part, name=stored.get(part.name, part.name)) for part in parts
         )
-        for name, parts in family.sources(longer, names | stored.keys()).items()
+        for name, parts in sources.items()
         if name.startswith(start)
     }

@@ -24,14 +24,16 @@ from headrace.errors import InsufficientMemoryError, ModelError, RequestError
 from headrace.llm import LLM
 from headrace.models.model_folder import open_model
 from headrace.models.own_module import own_module
-from headrace.models.prediction_module import has_prediction_module
+from headrace.models.prediction_module import has_prediction_module, open_prediction_module
 from headrace.models.weight_choice import choose_plan, describe_choice
 from headrace.variant import Variant
+from tests.models.gguf.converted import write_converted
 from tests.models.tiny_models import prompt
 from tests.support.models.prediction_modules import Checkpoint, add_foreseeing_module, build_checkpoint
 
 ALL = ("deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5")
 SERVED = ("deepseek-v3", "qwen3-next")
+FILES = {"glm4-moe": "glm4moe", "deepseek-v3": "deepseek2", "qwen3.5": "qwen35"}  # architectures in GGUF files
 COMMON: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 1, "context": 128, "checks": True, "cache": False}
 PROMPTS = [prompt(5), prompt(21), prompt(40)]
 
@@ -95,9 +97,44 @@ def test_logits_are_those_of_the_definition(name: str, checkpoints: Checkpoints)
     executor.close()
 
 
-def test_each_draft_reads_the_drafts_before_it(checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_a_gguf_file_has_the_module_of_its_folder(name: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints(name)
+    write_converted(checkpoint.folder, tmp_path / "model.gguf", FILES[name])
+    model = open_model(tmp_path / "model.gguf")
+    assert len(model.spec.layers) == len(open_model(checkpoint.folder).spec.layers)
+    module, expected = open_prediction_module(model), open_prediction_module(open_model(checkpoint.folder))
+    assert module.shapes == expected.shapes
+    for each in expected.shapes:
+        added = expected.spec.norm_offset if each.endswith("norm") and "recurrent" not in each else 0
+        assert np.allclose(module.tensor(each).to_f32(), expected.tensor(each).to_f32() + added, atol=1e-6), each
+    assert 'speculation = "mtp" drafts with them' in describe_choice(model, choose_plan(model))
+
+
+def test_a_gguf_file_without_the_module_says_which_tensor_it_lacks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def drop(writer: Any) -> None:
+        for tensor in [each for each in writer.tensors[0] if each.endswith(dropped)]:
+            del writer.tensors[0][tensor]
+
+    dropped = "nextn.eh_proj.weight"
+    write_converted(checkpoints("glm4-moe").folder, tmp_path / "a.gguf", "glm4moe", change=drop)
+    with pytest.raises(RequestError, match=r"Expected the tensor blk\.\d\.nextn\.eh_proj\.weight"):
+        open_prediction_module(open_model(tmp_path / "a.gguf"))
+    dropped = "nextn.hnorm.weight"
+    write_converted(checkpoints("glm4-moe").folder, tmp_path / "b.gguf", "glm4moe", change=drop)
+    with pytest.raises(ModelError, match="no such tensor") as caught:
+        open_prediction_module(open_model(tmp_path / "b.gguf"))
+    assert str(caught.value.tensor).endswith(dropped)
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_each_draft_reads_the_drafts_before_it(place: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoint = checkpoints("glm4-moe")
-    with LLM(checkpoint.folder, **COMMON, speculation="mtp") as llm:
+    path = checkpoint.folder
+    if place == "file":
+        path = tmp_path / "model.gguf"
+        write_converted(checkpoint.folder, path, "glm4moe")
+    with LLM(path, **COMMON, speculation="mtp") as llm:
         drafter = eager(llm)
         seen: list[tuple[list[int], list[int]]] = []
         propose = drafter.propose_all

@@ -14,7 +14,9 @@ from tests.models.gguf.gguf_models import llama3_factors
 
 def common_keys(model: Model) -> None:
     writer, find = model.writer, model.find
-    writer.add_block_count(model.layers)
+    writer.add_block_count(model.layers + model.further)
+    if model.further:
+        writer.add_nextn_predict_layers(model.further)
     for add, value in (
         (writer.add_context_length, find("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")),
         (writer.add_embedding_length, model.hidden),

@@ -74,9 +74,7 @@ def read_config(file: GgufFile) -> dict[str, object]:
 def tensor_sources(file: GgufFile, spec: ModelSpec, names: frozenset[str]) -> TensorSources:
     """Map the spec's tensors to those of the file, whose experts have names of their own in `names`. Raise ModelError
     for a tensor of the file that has no place."""
-    architecture = architecture_of(file)
-    sources = file_sources(spec, names, own=architecture.names, fused=architecture.fused, pairs=architecture.pairs)
-    sources |= pooled_sources(spec)
+    sources = spec_sources(file, spec, names) | pooled_sources(spec)
     used = {part.name for parts in sources.values() for part in parts}
     unused = (ROPE_DIVISORS, *LONG_ROPE)
     for name in names - used:
@@ -89,6 +87,12 @@ def tensor_sources(file: GgufFile, spec: ModelSpec, names: frozenset[str]) -> Te
     return sources
 
 
+def spec_sources(file: GgufFile, spec: ModelSpec, names: frozenset[str]) -> TensorSources:
+    """Map the spec's tensors to those that a file of its architecture has, whatever else it holds."""
+    architecture = architecture_of(file)
+    return file_sources(spec, names, own=architecture.names, fused=architecture.fused, pairs=architecture.pairs)
+
+
 def gguf_sources(spec: ModelSpec, name: str) -> TensorSources:
     """Return the names that a model's tensors have in files of an architecture. Rows are in the files' order."""
     architecture = ARCHITECTURES[name]
@@ -96,7 +100,7 @@ def gguf_sources(spec: ModelSpec, name: str) -> TensorSources:
 
 
 def _is_of_further_layer(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens, which is not used."""
+    """Return whether a tensor is of a layer that predicts further tokens: see prediction_module."""
     start, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return start == "blk" and number.isascii() and number.isdecimal() and int(number[:9]) >= len(spec.layers)
