@@ -46,6 +46,7 @@ def pipelines(large: bool) -> dict[str, Any]:
     }
     if large:
         declared["large"] = {"stages": ["generate"], "model": "large", "generate": generate()}
+        declared["large-reads"] = {"stages": STAGES, **RETRIEVAL, "model": "large", "generate": generate()}
     return {name: {"deadline_ms": 120_000, "model": "mini", **each} for name, each in declared.items()}
 
 
@@ -134,6 +135,7 @@ def run(encoder: str, large: str | None, others: int) -> dict[str, Any]:
         }
         if large is not None:
             results["runs"][f"{Path(large).stem} alone"] = ask("large")
+            results["runs"][f"retrieval and {Path(large).stem}"] = ask("large-reads")
     results["load"].append(os.getloadavg()[0])
     return results
 
@@ -158,7 +160,7 @@ def page(results: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", required=True, help="folder of an encoder, such as all-MiniLM-L6-v2")
-    parser.add_argument("--large", help="a larger model, which answers alone")
+    parser.add_argument("--large", help="a larger model, which answers alone and with retrieval")
     parser.add_argument("--others", type=int, default=100, help="pages beside those of the questions, at most")
     parser.add_argument("--out", type=Path, help="JSON file to write as well")
     given = parser.parse_args()
