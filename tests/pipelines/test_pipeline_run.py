@@ -345,7 +345,7 @@ async def test_a_collection_that_does_not_answer_costs_the_cached_result_and_no_
     world.collection.is_stuck = True
     running = asyncio.ensure_future(world.run())
     await until(lambda: world.clock.sleeping > 0)
-    world.clock.now += 0.1
+    world.clock.now += 0.5
     await running
     assert len(world.models.requests) == 2
 

@@ -1,8 +1,9 @@
 """Whether results that a cache has kept may be shown: those of the very collection that a run searches, whose passages
 are all still in it.
 
-The collection itself is asked, so that a document that was deleted before a restart, or by another server with the same
-cache, shows nowhere. A collection that does not answer in time costs the cached result, never a wait.
+The collection itself is asked, so that a document that was deleted before a restart shows nowhere, and keys have its
+identity, so that servers with a shared cache do not mix their collections. A collection that does not answer in half a
+second costs the cached result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from headrace.pipelines.stage_clock import StageLateError
 from headrace.pipelines.stage_services import StageServices
 from headrace.pipelines.stages.search import open_collection
 
-_MOST_S: Final = 0.1  # for an answer of the collection's database
+_MOST_S: Final = 0.5  # for an answer of the collection's database
+_LEAST_S: Final = 0.05  # the same for a run whose time is over
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ async def collection_uid(services: StageServices, state: RunState) -> str | None
     searches none. None: that cannot be told, so no cached result may be used."""
     if not {"search", "embed"} & set(state.config.stages):
         return ""
-    collection = await _in_time(services, open_collection(services, state))
+    collection = await _in_time(services, state, open_collection(services, state))
     return None if collection is None else collection.uid
 
 
@@ -39,11 +41,12 @@ async def are_passages_kept(services: StageServices, state: RunState, ids: Itera
     async def has_all() -> bool:
         return await (await open_collection(services, state)).has_all(passages)
 
-    return bool(await _in_time(services, has_all()))
+    return bool(await _in_time(services, state, has_all()))
 
 
-async def _in_time(services: StageServices, work: Coroutine[Any, Any, T]) -> T | None:
+async def _in_time(services: StageServices, state: RunState, work: Coroutine[Any, Any, T]) -> T | None:
+    now = services.clock.now()
     try:
-        return await services.clock.within(work, services.clock.now() + _MOST_S)
+        return await services.clock.within(work, max(now + _LEAST_S, min(now + _MOST_S, state.deadline)))
     except (ApiError, StageLateError):
         return None
