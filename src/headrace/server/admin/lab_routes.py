@@ -41,23 +41,6 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
             "drift": None if lab.drift is None else lab.drift.as_json(_WEEK_DAYS),
         }
 
-    async def shadows(call: ApiCall) -> dict[str, Any]:
-        tables.query(call, {})
-        return {"object": "list", "data": [shadow.as_json() for shadow in lab.shadows.values()]}
-
-    async def shadow(call: ApiCall) -> dict[str, Any]:
-        tables.query(call, {})
-        name = call.params["shadow"]
-        if (found := lab.shadows.get(name)) is None:
-            known = ", ".join(sorted(lab.shadows)) or "none"
-            raise ApiError(
-                f"Unknown shadow '{name[:64]}'. Configured shadows: {known}.",
-                kind="not_found_error",
-                parameter="shadow",
-                code="shadow_not_found",
-            )
-        return found.as_json()
-
     async def quality(call: ApiCall) -> dict[str, Any]:
         tables.query(call, {})
         return {"object": "list", "data": [each.as_json() for each in lab.route_quality()]}
@@ -90,7 +73,37 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
 
     async def hard_cases(call: ApiCall) -> None:
         tables.query(call, {})
-        await download(call, "hard-cases.jsonl", b"" if lab.hard_cases is None else lab.hard_cases.trace())
+        await _download(call, "hard-cases.jsonl", b"" if lab.hard_cases is None else lab.hard_cases.trace())
+
+    route = functools.partial(administration.route, open_here=True)
+    about = "Export requests whose answer failed an online check, as a trace."
+    return (
+        route("GET", "/admin/v1/lab", everything, "Show canaries, shadows, quality and drift at once."),
+        administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
+        *_shadow_routes(administration, lab),
+        route("GET", "/admin/v1/drift", drift, "Compare the traffic of the last days with the days before."),
+        route("GET", "/admin/v1/cache/trial", semantic, "Show how often the semantic cache would have been wrong."),
+        route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
+    )
+
+
+def _shadow_routes(administration: Administration, lab: OnlineLab) -> tuple[Route, ...]:
+    async def shadows(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        return {"object": "list", "data": [shadow.as_json() for shadow in lab.shadows.values()]}
+
+    async def shadow(call: ApiCall) -> dict[str, Any]:
+        tables.query(call, {})
+        name = call.params["shadow"]
+        if (found := lab.shadows.get(name)) is None:
+            known = ", ".join(sorted(lab.shadows)) or "none"
+            raise ApiError(
+                f"Unknown shadow '{name[:64]}'. Configured shadows: {known}.",
+                kind="not_found_error",
+                parameter="shadow",
+                code="shadow_not_found",
+            )
+        return found.as_json()
 
     async def judged_pairs(call: ApiCall) -> None:
         tables.query(call, {})
@@ -103,24 +116,19 @@ def routes(administration: Administration, lab: OnlineLab, *, currency: str) -> 
                 parameter="shadow",
                 code="no_judged_pairs",
             )
-        await download(call, "pairs.jsonl", found.lines())
-
-    async def download(call: ApiCall, name: str, body: bytes) -> None:
-        await call.begin_download(len(body), "application/jsonl", name, {"cache-control": "no-store"})
-        if call.scope["method"] != "HEAD":
-            await call.write(body)
-        await call.write(b"", more=False)
+        await _download(call, "pairs.jsonl", found.lines())
 
     route = functools.partial(administration.route, open_here=True)
-    about = "Export requests whose answer failed an online check, as a trace."
-    about_pairs = "Export what a double-check has judged, for headrace tune cascade."
+    about = "Export what a double-check has judged, for headrace tune cascade."
     return (
-        route("GET", "/admin/v1/lab", everything, "Show canaries, shadows, quality and drift at once."),
-        administration.route("GET", "/admin/v1/hard-cases", hard_cases, about),
         route("GET", "/admin/v1/shadows", shadows, "Show the differences that shadows have found."),
         route("GET", "/admin/v1/shadows/{shadow}", shadow, "Show the differences that one shadow has found."),
-        administration.route("GET", "/admin/v1/shadows/{shadow}/pairs", judged_pairs, about_pairs),
-        route("GET", "/admin/v1/drift", drift, "Compare the traffic of the last days with the days before."),
-        route("GET", "/admin/v1/cache/trial", semantic, "Show how often the semantic cache would have been wrong."),
-        route("GET", "/admin/v1/quality", quality, "Show the quality of routes, from double-checks."),
+        administration.route("GET", "/admin/v1/shadows/{shadow}/pairs", judged_pairs, about),
     )
+
+
+async def _download(call: ApiCall, name: str, body: bytes) -> None:
+    await call.begin_download(len(body), "application/jsonl", name, {"cache-control": "no-store"})
+    if call.scope["method"] != "HEAD":
+        await call.write(body)
+    await call.write(b"", more=False)

@@ -99,6 +99,43 @@ def routes(context: EndpointContext, collections: Collections, files: FileStore)
         await collections.delete(call.caller.tenant, name)
         await context.reply(call, Response.json({"id": name, "object": "collection.deleted", "deleted": True}))
 
+    async def search(call: ApiCall) -> None:
+        context.admit()
+        given = await context.parameters(call, SEARCH_PARAMETERS)
+        query: str = given["query"]
+        if len(query) > _QUERY_CHARACTERS:
+            raise invalid_request(f"'query' is longer than {_QUERY_CHARACTERS} characters.", "query")
+        call.timeline.enter("compute")
+        wish: bool | str = given.get("rerank", bool(config.reranker))
+        budget_ms: float = given.get("rerank_ms", config.rerank_ms)
+        options = SearchOptions(
+            k=given.get("k", 10),
+            filters=given.get("filters"),
+            mode=given.get("mode", "hybrid"),
+            recall=given.get("recall"),
+            deadline_s=given["deadline_ms"] / 1e3 if "deadline_ms" in given else None,
+            rerank_s=budget_ms / 1e3 if wish else 0.0,
+        )
+        reranker = None if wish is False else wish if isinstance(wish, str) else ""
+        with context.count_running():
+            found = await collections.open(call.caller, call.params["collection"], rerank=reranker)
+            result = await call.unless_gone(found.find(query, options))
+        await context.reply(call, Response.json(search_json(result)))
+
+    collection = f"{_PATH}/{{collection}}"
+    return (
+        Route("POST", _PATH, create, "Create a collection of documents.", CREATE_PARAMETERS, lenient=True),
+        Route("GET", _PATH, list_collections, "List the collections."),
+        Route("GET", collection, retrieve, "Retrieve a collection with its statistics."),
+        Route("DELETE", collection, delete, "Delete a collection with its documents."),
+        *_document_routes(context, collections, files),
+        Route("POST", f"{collection}/search", search, "Search a collection.", SEARCH_PARAMETERS, lenient=True),
+    )
+
+
+def _document_routes(context: EndpointContext, collections: Collections, files: FileStore) -> tuple[Route, ...]:
+    config = context.config.collections
+
     async def add(call: ApiCall) -> None:
         context.admit()
         given = await context.parameters(call, DOCUMENTS_PARAMETERS)
@@ -155,41 +192,13 @@ def routes(context: EndpointContext, collections: Collections, files: FileStore)
         deleted = {"id": names[1], "object": "collection.document.deleted", "deleted": True}
         await context.reply(call, Response.json(deleted))
 
-    async def search(call: ApiCall) -> None:
-        context.admit()
-        given = await context.parameters(call, SEARCH_PARAMETERS)
-        query: str = given["query"]
-        if len(query) > _QUERY_CHARACTERS:
-            raise invalid_request(f"'query' is longer than {_QUERY_CHARACTERS} characters.", "query")
-        call.timeline.enter("compute")
-        wish: bool | str = given.get("rerank", bool(config.reranker))
-        budget_ms: float = given.get("rerank_ms", config.rerank_ms)
-        options = SearchOptions(
-            k=given.get("k", 10),
-            filters=given.get("filters"),
-            mode=given.get("mode", "hybrid"),
-            recall=given.get("recall"),
-            deadline_s=given["deadline_ms"] / 1e3 if "deadline_ms" in given else None,
-            rerank_s=budget_ms / 1e3 if wish else 0.0,
-        )
-        reranker = None if wish is False else wish if isinstance(wish, str) else ""
-        with context.count_running():
-            found = await collections.open(call.caller, call.params["collection"], rerank=reranker)
-            result = await call.unless_gone(found.find(query, options))
-        await context.reply(call, Response.json(search_json(result)))
-
-    collection, documents = f"{_PATH}/{{collection}}", f"{_PATH}/{{collection}}/documents"
+    documents = f"{_PATH}/{{collection}}/documents"
     document = f"{documents}/{{document}}"
     return (
-        Route("POST", _PATH, create, "Create a collection of documents.", CREATE_PARAMETERS, lenient=True),
-        Route("GET", _PATH, list_collections, "List the collections."),
-        Route("GET", collection, retrieve, "Retrieve a collection with its statistics."),
-        Route("DELETE", collection, delete, "Delete a collection with its documents."),
         Route("POST", documents, add, "Add or replace documents.", DOCUMENTS_PARAMETERS, lenient=True),
         Route("GET", documents, list_documents, "List a collection's documents."),
         Route("GET", document, retrieve_document, "Retrieve a document's record."),
         Route("DELETE", document, delete_document, "Delete a document."),
-        Route("POST", f"{collection}/search", search, "Search a collection.", SEARCH_PARAMETERS, lenient=True),
     )
 
 
