@@ -18,7 +18,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat services test test-asan fuzz lint format bench bench-core bench-serve bench-edge docs wheel train train-toy clean
+.PHONY: help serve chat services test test-asan test-aarch64 fuzz lint format bench bench-core bench-serve bench-edge docs wheel train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -26,6 +26,7 @@ help:
 	@echo "make test       build the core and run the tests"
 	@echo "make services   install redis-server and postgres (Debian packages, as root) and npm clients, for some tests"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
+	@echo "make test-aarch64 test the core for 64-bit ARM in an emulator; see CONTRIBUTING.md"
 	@echo "make fuzz       fuzz the parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style, types and import contracts"
 	@echo "make format     format Python and C++ code"
@@ -122,6 +123,9 @@ test-asan: $(STAMPS)/asan $(STAMPS)/test
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
 	PYTHONPATH="$(ASAN)/site:$$($(SITE_PACKAGES))" $(BIN)/python -S -m pytest tests/core $(PYTEST_ARGS)
+
+test-aarch64: $(STAMPS)/build
+	@PYTHON="$(BIN)/python" sh tests/aarch64.sh $(PYTEST_ARGS)
 
 # -S: atheris sees no coverage in modules loaded by the editable install's import hook.
 fuzz: $(STAMPS)/fuzz $(STAMPS)/runtime

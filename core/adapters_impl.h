@@ -41,7 +41,7 @@ inline HEADRACE_INLINE void with_format(const LowRankView& view, const Of& of) {
 
 template <LowRankFormat kFormat>
 inline void ranks_of(const LowRankView& view, const float* row, float* out) {
-  constexpr int kAtOnce = kTwoRegisters ? 2 : kRanksAtOnce;  // as many as the registers hold
+  constexpr int kAtOnce = kSeveralRegisters ? 2 : kRanksAtOnce;  // as many as the registers hold
   constexpr int64_t kRun = 32 * low_rank_bytes(kFormat);
   // The stream is short, and begins at another place for each row: the hardware would be late.
   constexpr int64_t kAhead = 16 * 64;

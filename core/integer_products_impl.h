@@ -19,10 +19,14 @@ enum class Base { kMiddle, kZeros, kOffsets };
 template <Held kHeld>
 constexpr int kFoursOf = kFullBytes<kHeld> ? 1 : kSmallFours;  // of inputs that one step takes
 
+// Whether codes of bytes have the middle of their range taken off before they are multiplied.
+template <Held kHeld, bool kAsymmetric>
+constexpr bool kMultipliesSigned = kFullBytes<kHeld> && (kSignedBytes || !kAsymmetric);
+
 template <Held kHeld, bool kAsymmetric>
 inline HEADRACE_INLINE I16 dot(I16 sum, const Codes (&codes)[kFoursOf<kHeld>], const int8_t* inputs) {
   if constexpr (kFullBytes<kHeld>) {
-    return kAsymmetric ? dot4(sum, codes[0], inputs) : dot4_signed(sum, codes[0], inputs);
+    return kMultipliesSigned<kHeld, kAsymmetric> ? dot4_signed(sum, codes[0], inputs) : dot4(sum, codes[0], inputs);
   } else {
     return dot_small(sum, codes, inputs);
   }
@@ -109,8 +113,9 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
     each<kVectors>([&](auto v) HEADRACE_INLINE {
       I16 factor = zero_int();  // of a row's sum of codes
       if constexpr (kAsymmetric) {
+        constexpr int32_t kTakenOff = kMultipliesSigned<kHeld, kAsymmetric> ? 128 : 0;
         const int16_t* zeros = reinterpret_cast<const int16_t*>(block.headers[v()] + kPanel * 2);
-        factor = sub_int(zero_int(), load_i16(zeros));
+        factor = sub_int(splat_int(kTakenOff), load_i16(zeros));
       }
       each<kRows>([&](auto r) HEADRACE_INLINE {
         const I16 row_sum = splat_int(kBase == Base::kOffsets ? 0 : pass.sums[r() * pass.groups_stride + g]);
@@ -147,7 +152,7 @@ inline void product_integer(const ProductArgs& args, int64_t vector, int64_t row
           each<kVectors, kFours>([&](auto v, auto four) HEADRACE_INLINE {
             const uint8_t* run = block.codes[v()] + asked * kCodesStep<kHeld>;
             const Codes codes = look_up_if_table<kHeld>(pass.table, load_four<kHeld>(run, k + four() * 4));
-            operands[v()][four()] = kFullBytes<kHeld> && !kAsymmetric ? signed_codes(codes) : codes;
+            operands[v()][four()] = kMultipliesSigned<kHeld, kAsymmetric> ? signed_codes(codes) : codes;
           });
           add_products(operands, asked + k);
         }

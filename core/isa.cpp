@@ -6,6 +6,11 @@
 
 #include "tiles.h"
 
+#if defined(HEADRACE_ARM64) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace headrace {
 namespace {
 
@@ -47,6 +52,14 @@ bool has_amx() {
       __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && amx_allowed() && tiles_multiply();
   return found;
 }
+#elif defined(HEADRACE_ARM64)
+bool has_dotprod() {
+#if defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 }  // namespace
@@ -67,6 +80,9 @@ std::vector<std::string> available_isas() {
   if (avx512) names.emplace_back("avx512");
   if (pairs && !pairs_first) names.emplace_back("avx512bf16");
   if (avx2) names.emplace_back("avx2");
+#elif defined(HEADRACE_ARM64)
+  if (has_dotprod()) names.emplace_back("neon-dotprod");
+  names.emplace_back("neon");
 #endif
   names.emplace_back("portable");
   return names;
@@ -83,11 +99,11 @@ std::vector<std::string> emulated_isas() {
 
 const Kernels& kernels_of(const std::string& isa) {
   std::string known;
-  for (const std::string& name : emulated_isas()) {
 #if defined(HEADRACE_X86)
+  for (const std::string& name : emulated_isas()) {
     if (name == isa) return amx_emulated_kernels();
-#endif
   }
+#endif
   for (const std::string& name : available_isas()) {
     if (name == isa) {
 #if defined(HEADRACE_X86)
@@ -95,6 +111,9 @@ const Kernels& kernels_of(const std::string& isa) {
       if (name == "avx512bf16") return avx512bf16_kernels();
       if (name == "avx512") return avx512_kernels();
       if (name == "avx2") return avx2_kernels();
+#elif defined(HEADRACE_ARM64)
+      if (name == "neon-dotprod") return neon_dotprod_kernels();
+      if (name == "neon") return neon_kernels();
 #endif
       return portable_kernels();
     }
@@ -104,7 +123,10 @@ const Kernels& kernels_of(const std::string& isa) {
 }
 
 std::string arithmetic_of(const std::string& isa) {
-  return isa == "avx2" || isa == "avx512" ? portable_kernels().name : isa;
+  for (const char* name : {"avx2", "avx512", "neon", "neon-dotprod"}) {
+    if (isa == name) return portable_kernels().name;
+  }
+  return isa;
 }
 
 std::string default_isa(const std::string& arithmetic) {
@@ -121,8 +143,12 @@ std::string default_isa(const std::string& arithmetic) {
   if (!forced.empty()) {
     const std::string name = kernels_of(forced).name;
     if (fits(name)) return name;
+    std::string fitting;
+    for (const std::string& isa : available_isas()) {
+      if (fits(isa)) fitting += fitting.empty() ? isa : ", " + isa;
+    }
     throw std::invalid_argument("instruction set '" + name +
-                                "' does not compute the portable arithmetic: expected avx512, avx2 or portable");
+                                "' does not compute the portable arithmetic: expected one of " + fitting);
   }
   for (const std::string& name : available_isas()) {
     if (fits(name)) return name;

@@ -243,6 +243,9 @@ const Kernels& avx512_kernels();
 const Kernels& avx512bf16_kernels();
 const Kernels& amx_kernels();
 const Kernels& amx_emulated_kernels();
+#elif defined(HEADRACE_ARM64)
+const Kernels& neon_kernels();
+const Kernels& neon_dotprod_kernels();
 #endif
 
 }  // namespace headrace

@@ -17,6 +17,8 @@ constexpr uint64_t kClosed = 0xffffffffu;  // no run to claim: more than any reg
 inline void pause_briefly() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" : : : "memory");  // about as long as a pause of x86; `yield` does nothing on most processors
 #else
   std::this_thread::yield();
 #endif

@@ -15,6 +15,10 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12's own intrinsics (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#elif defined(HEADRACE_ARM64)
+#include <arm_neon.h>
+
+#include "isa.h"
 #endif
 
 namespace headrace {
@@ -55,6 +59,7 @@ uint64_t read_portable(const uint8_t* data, int64_t bytes) {
 
 constexpr int64_t kRounds = 20000;
 
+#if !defined(HEADRACE_ARM64)
 double fma_portable() {
   float sums[32];
   for (int i = 0; i < 32; ++i) sums[i] = static_cast<float>(i);
@@ -66,6 +71,36 @@ double fma_portable() {
   g_sink = static_cast<uint64_t>(total);
   return 2.0 * 32 * kRounds;
 }
+#endif
+
+#if defined(HEADRACE_X86) || defined(HEADRACE_ARM64)
+
+#if defined(HEADRACE_X86)
+#define HEADRACE_VECTOR "v"  // asm's name of a vector register
+#else
+#define HEADRACE_VECTOR "w"
+#endif
+
+// Twelve or sixteen chains: more than latency times width needs. The empty asm makes each link count and keeps it in a
+// register.
+#define HEADRACE_CHAINS(type, chains, initial, step, lanes_ops)                                              \
+  type sums[chains];                                                                                         \
+  _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) sums[i] = initial;                               \
+  for (int64_t round = 0; round < kRounds; ++round) {                                                        \
+    _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) {                                              \
+      sums[i] = step;                                                                                        \
+      asm volatile("" : "+" HEADRACE_VECTOR(sums[i]));                                                       \
+    }                                                                                                        \
+  }                                                                                                          \
+  type all = sums[0];                                                                                        \
+  _Pragma("GCC unroll 16") for (int i = 1; i < chains;                                                       \
+                                ++i) asm volatile("" : "+" HEADRACE_VECTOR(all) : HEADRACE_VECTOR(sums[i])); \
+  unsigned char bytes[sizeof(type)];                                                                         \
+  std::memcpy(bytes, &all, sizeof bytes);                                                                    \
+  g_sink = bytes[0];                                                                                         \
+  return static_cast<double>(lanes_ops) * chains * static_cast<double>(kRounds)
+
+#endif
 
 #if defined(HEADRACE_X86)
 
@@ -79,24 +114,6 @@ __attribute__((target("avx2"))) uint64_t read_avx2(const uint8_t* data, int64_t 
   __m256i all = _mm256_xor_si256(_mm256_xor_si256(sums[0], sums[1]), _mm256_xor_si256(sums[2], sums[3]));
   return static_cast<uint64_t>(_mm256_extract_epi64(all, 0));
 }
-
-// Twelve or sixteen chains: more than latency times width needs. The empty asm makes each link count and keeps it in a
-// register.
-#define HEADRACE_CHAINS(type, chains, initial, step, lanes_ops)                                          \
-  type sums[chains];                                                                                     \
-  _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) sums[i] = initial;                           \
-  for (int64_t round = 0; round < kRounds; ++round) {                                                    \
-    _Pragma("GCC unroll 16") for (int i = 0; i < chains; ++i) {                                          \
-      sums[i] = step;                                                                                    \
-      asm volatile("" : "+v"(sums[i]));                                                                  \
-    }                                                                                                    \
-  }                                                                                                      \
-  type all = sums[0];                                                                                    \
-  _Pragma("GCC unroll 16") for (int i = 1; i < chains; ++i) asm volatile("" : "+v"(all) : "v"(sums[i])); \
-  unsigned char bytes[sizeof(type)];                                                                     \
-  std::memcpy(bytes, &all, sizeof bytes);                                                                \
-  g_sink = bytes[0];                                                                                     \
-  return static_cast<double>(lanes_ops) * chains * static_cast<double>(kRounds)
 
 __attribute__((target("avx2,fma"))) double fma_avx2() {
   const __m256 factor = _mm256_set1_ps(0.999f), term = _mm256_set1_ps(0.001f);
@@ -122,8 +139,6 @@ __attribute__((target("avx512f,avx512bf16"))) double dot_bf16_avx512() {
   HEADRACE_CHAINS(__m512, 16, _mm512_set1_ps(0.0f), _mm512_dpbf16_ps(sums[i], pairs, pairs), 64);
 }
 
-#undef HEADRACE_CHAINS
-
 constexpr int64_t kTileRounds = 4000;
 
 // All tiles full: 32 rows by 32 channels of 64 bytes.
@@ -141,6 +156,25 @@ double amx_tiles(bool int8) {
     }
   }
   return 2.0 * 32 * 32 * (int8 ? 64 : 32) * static_cast<double>(kTileRounds);
+}
+
+#elif defined(HEADRACE_ARM64)
+
+double fma_neon() {
+  const float32x4_t factor = vdupq_n_f32(0.999f), term = vdupq_n_f32(0.001f);
+  HEADRACE_CHAINS(float32x4_t, 16, term, vfmaq_f32(term, sums[i], factor), 8);
+}
+double dot_int8_neon() {
+  const int8x16_t codes = vdupq_n_s8(3);
+  HEADRACE_CHAINS(
+      int32x4_t, 12, vdupq_n_s32(3),
+      vpadalq_s16(sums[i], vpaddq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(vreinterpretq_s8_s32(sums[i]))),
+                                      vmull_high_s8(codes, vreinterpretq_s8_s32(sums[i])))),
+      32);
+}
+__attribute__((target("arch=armv8.2-a+dotprod"))) double dot_int8_neon_dotprod() {
+  const int8x16_t codes = vdupq_n_s8(3);
+  HEADRACE_CHAINS(int32x4_t, 16, vdupq_n_s32(3), vdotq_s32(sums[i], codes, codes), 32);
 }
 
 #endif
@@ -163,6 +197,12 @@ Burst burst_of(const std::string& kind) {
   if (kind == "amx_bf16") {
     return __builtin_cpu_supports("amx-bf16") && amx_allowed() ? +[] { return amx_tiles(false); } : nullptr;
   }
+#elif defined(HEADRACE_ARM64)
+  if (kind == "fma_f32") return fma_neon;
+  if (kind == "dot_int8") {
+    return available_isas().front() == neon_dotprod_kernels().name ? dot_int8_neon_dotprod : dot_int8_neon;
+  }
+  if (kind == "dot_bf16" || kind == "amx_int8" || kind == "amx_bf16") return nullptr;
 #else
   if (kind == "fma_f32") return fma_portable;
   if (kind == "dot_int8" || kind == "dot_bf16" || kind == "amx_int8" || kind == "amx_bf16") return nullptr;

@@ -41,7 +41,7 @@ inline void hadamard(float* x, int64_t vectors, F16 scale) {
 // Sixteen columns of all parts. cas(i j) = cos + sin is even in j in one half and odd in the other, so the sums and the
 // differences of the parts j and -j give the rows i and -i with half of the products.
 inline void hartley(const RotationView& rotation, float* x) {
-  constexpr int kRows = kTwoRegisters ? 2 : 4;
+  constexpr int kRows = kSeveralRegisters ? 2 : 4;
   static_assert(kWaveRows % kRows == 0);
   const int64_t half = rotation.parts / 2;
   const int64_t stride = rotation.columns;

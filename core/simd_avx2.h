@@ -12,11 +12,12 @@
 namespace headrace {
 namespace {
 
-constexpr bool kTwoRegisters = true;  // hold a vector of sixteen lanes
+constexpr bool kSeveralRegisters = true;  // hold a vector of sixteen lanes
 // Products: rows by vectors of channels, each two registers, in registers.
 constexpr int kFewInteger = 2, kRowsInteger = 6, kVectorsInteger = 1;
 constexpr int kFewFloat = 2, kRowsF32 = 6, kRowsBf16 = 4, kVectorsFloat = 1;
 constexpr int kSmallFours = 4;                    // steps of four inputs whose sums of small codes fit 16 bits
+constexpr bool kSignedBytes = false;              // dot products take codes of bytes only with signs
 constexpr int kScoreRows = 3, kScoreBlocks = 2;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 3, kValueVectors = 2;  // attention: outputs by vectors of dims in registers
 

@@ -18,11 +18,12 @@
 namespace headrace {
 namespace {
 
-constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
+constexpr bool kSeveralRegisters = false;  // hold a vector of sixteen lanes
 // Products: rows by vectors of channels in registers; with two panels 24 sums stay there beside the weights.
 constexpr int kFewInteger = 6, kRowsInteger = 6, kVectorsInteger = 4;
 constexpr int kFewFloat = 8, kRowsF32 = 8, kRowsBf16 = 8, kVectorsFloat = 2;
 constexpr int kSmallFours = 1;
+constexpr bool kSignedBytes = false;              // dot products take codes of bytes only with signs
 constexpr int kScoreRows = 4, kScoreBlocks = 4;   // attention: queries by blocks of keys in registers
 constexpr int kValueRows = 4, kValueVectors = 4;  // attention: outputs by vectors of dims in registers
 

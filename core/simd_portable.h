@@ -10,11 +10,12 @@
 namespace headrace {
 namespace {
 
-constexpr bool kTwoRegisters = false;  // hold a vector of sixteen lanes
+constexpr bool kSeveralRegisters = false;  // hold a vector of sixteen lanes
 // Products: rows by vectors of channels at once.
 constexpr int kFewInteger = 4, kRowsInteger = 4, kVectorsInteger = 2;
 constexpr int kFewFloat = 2, kRowsF32 = 2, kRowsBf16 = 2, kVectorsFloat = 2;
 constexpr int kSmallFours = 1;
+constexpr bool kSignedBytes = false;              // dot products take codes of bytes only with signs
 constexpr int kScoreRows = 2, kScoreBlocks = 1;   // attention: queries by blocks of keys at once
 constexpr int kValueRows = 2, kValueVectors = 1;  // attention: outputs by vectors of dims at once
 

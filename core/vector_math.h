@@ -26,9 +26,10 @@ struct Index {
   constexpr int operator()() const { return value; }
 };
 
-// Calls with 0, 1 ... kCount - 1, or with every pair of two such. Where a vector is two registers each is a constant,
-// so that an array whose every index is one lies in registers: gcc takes arrays apart before it unrolls loops, and
-// leaves those of such vectors in memory. Elsewhere a loop does the same and is compiled in half of the time.
+// Calls with 0, 1 ... kCount - 1, or with every pair of two such. Where a vector is several registers each is a
+// constant, so that an array whose every index is one lies in registers: gcc takes arrays apart before it unrolls
+// loops, and leaves those of such vectors in memory. Elsewhere a loop does the same and is compiled in half of the
+// time.
 #define HEADRACE_INLINE __attribute__((always_inline))
 
 template <typename Act, int... kIndex>
@@ -37,7 +38,7 @@ inline HEADRACE_INLINE void each_of(const Act& act, std::integer_sequence<int, k
 }
 template <int kCount, typename Act>
 inline HEADRACE_INLINE void each(const Act& act) {
-  if constexpr (kTwoRegisters) {
+  if constexpr (kSeveralRegisters) {
     each_of(act, std::make_integer_sequence<int, kCount>{});
   } else {
     for (int i = 0; i < kCount; ++i) act(Index{i});

@@ -40,13 +40,24 @@ def bandwidth(pool: _core.Pool, size: int, *, seconds: float = 0.15) -> float:
     return max(_core.measure_bandwidth(pool, mebibytes, seconds) for _ in range(_RUNS))
 
 
-def cpu_name() -> str:
-    """Return the model name of the processor; "unknown" if the system does not say."""
+def cpu_name(root: Path = Path("/")) -> str:
+    """Return the model name of the processor; "unknown" if the system does not say.
+
+    64-bit ARM has no such name: there it is the board's name and the processor's part number, as far as they are known.
+    """
+    found: dict[str, str] = {}
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    if model := found.get("model name"):
+        return model
+    board = _text(root / "proc/device-tree/model").strip("\0\n ")
+    part = f"ARM part {found['CPU part']}" if found.get("CPU part") else ""
+    return ", ".join(filter(None, (board, part))) or "unknown"
+
+
+def _text(path: Path) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return path.read_text(errors="replace")
     except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
+        return ""

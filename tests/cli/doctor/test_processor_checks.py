@@ -54,6 +54,33 @@ def test_amx_that_the_system_does_not_allow_is_a_warning(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("cpuinfo", "board", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\n", "", "A CPU @ 2 GHz"),
+        (
+            "processor\t: 0\nCPU part\t: 0xd0b\n",
+            "Raspberry Pi 5 Model B Rev 1.0\0",
+            "Raspberry Pi 5 Model B Rev 1.0, ARM part 0xd0b",
+        ),
+        ("processor\t: 0\nCPU part\t: 0xd40\n", "", "ARM part 0xd40"),
+        ("", "", "unknown"),
+    ],
+)
+def test_a_processor_has_its_name_or_that_of_its_board(tmp_path: Path, cpuinfo: str, board: str, name: str) -> None:
+    write(tmp_path / "proc/cpuinfo", cpuinfo)
+    write(tmp_path / "proc/device-tree/model", board)
+    assert next(check_processor(tmp_path)).found == name
+
+
+def test_neon_is_the_instruction_set_of_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HEADRACE_ISA", raising=False)
+    monkeypatch.setattr(_core, "isa_available", lambda: ["neon-dotprod", "neon", "portable"])
+    monkeypatch.setattr(_core, "isa_default", lambda arithmetic: "neon-dotprod")
+    found = list(check_processor(tmp_path))[1]
+    assert (found.state, found.found) == ("ok", "the core uses neon-dotprod (also here: neon, portable)")
+
+
+@pytest.mark.parametrize(
     ("files", "state"),
     [
         ({}, "ok"),

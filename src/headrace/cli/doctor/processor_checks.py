@@ -17,7 +17,7 @@ from headrace.errors import RequestError
 
 
 def check_processor(root: Path = Path("/")) -> Iterator[CheckResult]:
-    yield ok("processor", cpu_name())
+    yield ok("processor", cpu_name(root))
     yield _instructions(root)
 
 
@@ -36,8 +36,8 @@ def _instructions(root: Path) -> CheckResult:
     if used != best:
         return warn(name, f"{used}, forced by HEADRACE_ISA; this machine has {best}", "Unset HEADRACE_ISA.")
     if used == "portable":
-        advice = "Expect a small part of the speed. Use an x86-64 machine with AVX2, or better AVX-512."
-        return warn(name, "portable: this processor has no AVX2", advice)
+        advice = "Expect a small part of the speed. Use an x86-64 machine with AVX2, or better AVX-512, or 64-bit ARM."
+        return warn(name, "portable: this processor has neither AVX2 nor NEON", advice)
     flags = next((line for line in read_lines(root / "proc/cpuinfo") if line.startswith("flags")), "").split()
     if "amx_int8" in flags and "amx" not in available:
         return warn(

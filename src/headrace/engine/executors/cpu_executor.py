@@ -154,9 +154,10 @@ def choose_isa(named: str | None, arithmetic: str | None = None) -> str:
             parameter="isa",
         )
     if wanted == "portable" and _core.isa_arithmetic(named) != wanted:
+        fitting = ", ".join(isa for isa in known if _core.isa_arithmetic(isa) == wanted)
         raise RequestError(
-            f"Instruction set '{named}' does not compute the portable arithmetic. Remove 'isa', or set it to avx512, "
-            "avx2 or portable.",
+            f"Instruction set '{named}' does not compute the portable arithmetic. Remove 'isa', or set it to one of: "
+            f"{fitting}.",
             parameter="isa",
         )
     return named
