@@ -218,7 +218,6 @@ Layer assemble_layer(const Assembly& parts, const ModelWeights& w, size_t index,
   layer.rope = fact<int>(facts, "rope");
   layer.normed = fact<bool>(facts, "normed");
   layer.grows = fact<bool>(facts, "grows");
-  layer.kept = fact<bool>(facts, "kept");
   layer.spans = static_cast<Spans>(chosen(fact<std::string>(facts, "spans"), {"ignore", "reach", "only"}, "spans"));
   const int64_t experts = fact<int64_t>(facts, "experts");
   auto size_or = [&](const char* key, int64_t usual) {
@@ -357,6 +356,7 @@ ModelWeights assemble(nb::dict description, nb::dict tensors) {
   w.group_best = parts.value<int64_t>("group_best");
   w.parallel = parts.value<bool>("parallel");
   w.feature_layers = parts.value<int64_t>("feature_layers");
+  w.paired = parts.value<bool>("paired");
   w.attention_gate = parts.value<bool>("attention_gate");
   nb::object recurrent = parts.value<nb::object>("recurrent");
   if (!recurrent.is_none()) w.recurrent = recurrent_shape(facts_of(recurrent, "recurrent"));

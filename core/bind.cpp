@@ -102,7 +102,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
           MutableArray<float, 2> out, bool hidden, nb::object peaks, nb::object second_texts, nb::list adapters,
           nb::object slots, nb::object states, nb::object state_slots, nb::object features, nb::object feature_rows,
           nb::object spans, nb::object places, nb::object final_states, nb::object state_trails, nb::object answered,
-          nb::object kept) {
+          nb::object kept, nb::object kept_layers) {
   check_natural(tokens, "tokens");
   check_natural(offsets, "offsets");
   check_natural(computed, "computed");
@@ -178,7 +178,7 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
     }
     check_natural(feature_array, "features");
     check_natural(feature_row_array, "feature_rows");
-    const int64_t size = (1 + w.feature_layers) * w.hidden;
+    const int64_t size = w.feature_size();
     if (static_cast<int64_t>(feature_array.shape(1)) != size) {
       refuse("features must have rows of " + std::to_string(size));
     }
@@ -191,9 +191,21 @@ void step(BoundModel& self, Kv& kv, Array<int32_t, 1> tokens, Array<int32_t, 1> 
   if (!spans.is_none()) args.spans = span_array.data();
   const auto place_array = optional_rows(places, "places", args.rows, 3);
   if (!places.is_none()) args.places = place_array.data();
-  const int64_t kept_layers = std::count_if(w.layers.begin(), w.layers.end(), [](const Layer& l) { return l.kept; });
-  const auto kept_array = optional_states(kept, "kept", kept_layers * args.rows, w.hidden);
-  if (!kept.is_none()) args.kept = kept_array.data();
+  if (kept.is_none() != kept_layers.is_none()) refuse("kept and kept_layers must be given together");
+  MutableArray<float, 2> kept_array;
+  Array<int32_t, 1> kept_layer_array;
+  if (!kept.is_none()) {
+    try {
+      kept_layer_array = nb::cast<Array<int32_t, 1>>(kept_layers, false);
+    } catch (const nb::cast_error&) {
+      refuse("kept_layers must be an array of i32");
+    }
+    check_natural(kept_layer_array, "kept_layers");
+    args.kept_count = static_cast<int64_t>(kept_layer_array.size());
+    kept_array = optional_states(kept, "kept", args.kept_count * args.rows, w.hidden);
+    args.kept = kept_array.data();
+    args.kept_layers = kept_layer_array.data();
+  }
   nb::gil_scoped_release free;
   self.model->step(args);
 }
@@ -249,7 +261,7 @@ NB_MODULE(_core, module) {
            "slots"_a = nb::none(), "states"_a = nb::none(), "state_slots"_a = nb::none(), "features"_a = nb::none(),
            "feature_rows"_a = nb::none(), "spans"_a = nb::none(), "places"_a = nb::none(),
            "final_states"_a = nb::none(), "state_trails"_a = nb::none(), "answered"_a = nb::none(),
-           "kept"_a = nb::none());
+           "kept"_a = nb::none(), "kept_layers"_a = nb::none());
   bind_adapters(module);
 
   bind_sampler(module);

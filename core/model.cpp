@@ -136,6 +136,10 @@ Model::Model(ModelWeights weights, Pool& pool, int64_t max_rows, const Kernels& 
   residual_ = Buffer<float>(max_rows * hidden_pad_);
   normed_ = Buffer<float>(max_rows * hidden_pad_);
   joined_ = Buffer<float>(max_rows * hidden_pad_);
+  if (w_.paired) {
+    pairs_pad_ = pad_row(2 * w_.hidden);
+    pairs_ = Buffer<float>(max_rows * pairs_pad_);
+  }
   if (w_.parallel || beside) attention_out_ = Buffer<float>(max_rows * hidden_pad_);
   qkv_ = Buffer<float>(max_rows * qkv_pad_);
   attended_ = Buffer<float>(max_rows * q_pad_);
@@ -257,7 +261,7 @@ int64_t Model::scratch_bytes() const {
         &inner_,       &joined_,        &attention_out_, &mixed_,     &recurred_, &steps_,  &router_,
         &low_values_,  &expert_weight_, &expert_out_,    &expert_in_, &cosines_,  &sines_,  &attention_scratch_,
         &row_scratch_, &streams_,       &layer_inputs_,  &past_,      &narrow_,   &raw_,    &head_rows_,
-        &head_scales_}) {
+        &head_scales_, &pairs_}) {
     total += buffer->bytes();
   }
   return total;
@@ -344,7 +348,7 @@ void Model::add_features(const StepArgs& args, int64_t part) {
   }
 }
 
-void Model::keep_outcome(const StepArgs& args, int64_t place) const {
+void Model::keep_residual(const StepArgs& args, int64_t place) const {
   float* out = args.kept + place * args.rows * w_.hidden;
   for (int64_t r = 0; r < args.rows; ++r) {
     std::memcpy(out + r * w_.hidden, residual_.data() + r * hidden_pad_,
@@ -562,8 +566,38 @@ void Model::results(const StepArgs& args) {
   });
 }
 
+// The second part of each row's feature, and its normalised residual, side by side.
+void Model::pair_rows(const StepArgs& args, const Layer& layer) {
+  const NormWeights& norm = layer.attn_norm;
+  const bool fitting = changes_rows(layer.qkv);
+  const bool tiled = tiles(args.rows);
+  const size_t bytes = static_cast<size_t>(w_.hidden) * sizeof(float);
+  pool_.run(args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = residual_.data() + r * hidden_pad_;
+      float* normed = normed_.data() + r * hidden_pad_;
+      if (norm.present()) {
+        kernels_.norm({norm.weight.data(), norm.bias.data(), w_.eps, w_.layer_norm}, x, w_.hidden, normed);
+      }
+      float* out = pairs_.data() + r * pairs_pad_;
+      std::memcpy(out, args.features + args.feature_rows[r] * feature_size() + w_.hidden, bytes);
+      std::memcpy(out + w_.hidden, norm.present() ? normed : x, bytes);
+      if (fitting) fit_row(out, 2 * w_.hidden, layer.qkv, r, thread, tiled);
+    }
+  });
+}
+
 // Queries of all rows in qkv_, and their keys and values in their blocks.
 void Model::heads_of_rows(const StepArgs& args, const Layer& layer) {
+  if (w_.paired && &layer == &w_.layers.front()) {
+    pair_rows(args, layer);
+    times_.end(Stage::kPrepare);
+    multiply(layer.qkv, pairs_.data(), pairs_pad_, args.rows, qkv_.data(), qkv_pad_);
+    times_.end(Stage::kQkv);
+    split_heads(args, layer, layer.kv);
+    times_.end(Stage::kHeads);
+    return;
+  }
   const LowRank* low = low_rank(args, layer, Site::kQkv, args.rows);
   prepare(args.rows, layer.attn_norm, layer.qkv, low);
   times_.end(Stage::kPrepare);
@@ -599,6 +633,7 @@ void Model::step(const StepArgs& args) {
   int64_t rows = args.rows, kept = 0;
   for (size_t i = 0; i < w_.layers.size(); ++i) {
     const Layer& layer = w_.layers[i];
+    if (kept < args.kept_count && args.kept_layers[kept] == static_cast<int32_t>(i)) keep_residual(args, kept++);
     if (w_.streams.count > 0) predict_streams(layer, args.rows);
     if (layer.recurs) recur(args, layer);
     if (layer.attends) heads_of_rows(args, layer);
@@ -654,7 +689,6 @@ void Model::step(const StepArgs& args) {
     if (i + 1 < w_.layers.size()) {
       const int64_t part = static_cast<int64_t>(i) + 1;
       if (part <= w_.feature_layers && args.feature_rows != nullptr) add_features(args, part);
-      if (layer.kept && args.kept != nullptr) keep_outcome(args, kept++);
     }
     times_.end(Stage::kJoin);
   }

@@ -95,7 +95,6 @@ struct Layer {
   bool normed = true;   // with a qk norm
   Spans spans = Spans::kIgnore;
   bool grows = false;  // queries grow with their position, see ModelWeights::growth
-  bool kept = false;   // its outcome is wanted beside the last one's, see StepArgs::kept
   int64_t kv_heads = 0;
   int64_t head_size = 0;   // dims of a query and a key
   int64_t value_size = 0;  // dims of a value
@@ -195,6 +194,10 @@ struct ModelWeights {
   bool parallel = false;  // attention and MLP read the same rows and are added together
   // So many of the first layers add a part of a row's feature to their outcome (deepstack).
   int64_t feature_layers = 0;
+  // The first layer's attention reads the second part of a row's feature as it is, then the normalised residual.
+  bool paired = false;
+
+  int64_t feature_size() const { return (1 + feature_layers + (paired ? 1 : 0)) * hidden; }
 
   PackedView embed;
   std::vector<float> positions;    // [count][hidden] learned positions, or empty
@@ -226,8 +229,8 @@ struct StepArgs {
   const int32_t* state_slots = nullptr;   // [sequences], each another
   const int32_t* state_trails = nullptr;  // [rows] another slot for the state after a row, -1: none; null: none has one
   const int32_t* second_texts = nullptr;  // [sequences] where token type 1 begins, -1: nowhere; null: nowhere in any
-  // [feature_count][(1 + feature_layers) * hidden]: what some rows begin with instead of an embedding, then what
-  // layers add to them.
+  // [feature_count][feature_size]: what some rows begin with instead of an embedding, then what layers add to them, or
+  // what a paired layer reads beside them.
   const float* features = nullptr;
   const int32_t* feature_rows = nullptr;  // [rows] which of them, -1: the token's embedding; null: that in all rows
   int64_t feature_count = 0;
@@ -242,7 +245,9 @@ struct StepArgs {
   const int32_t* slots = nullptr;  // [sequences], -1: none; null: none has
   float* peaks = nullptr;         // [rows of out][vocab / kPeakBlock, rounded up]: of the logits, where they are wanted
   float* final_states = nullptr;  // [wanted_count][hidden]: what the logits are computed from, where it is wanted too
-  float* kept = nullptr;          // [kept layers][rows][hidden]: the outcome of layers that are kept
+  float* kept = nullptr;  // [kept_count][rows][hidden]: what the layers of kept_layers, which ascend, begin with
+  const int32_t* kept_layers = nullptr;
+  int64_t kept_count = 0;
   // Beside final states: ascending places in `wanted` whose logits are computed; null: all.
   const int32_t* answered = nullptr;
   int64_t answered_count = 0;
@@ -297,10 +302,11 @@ class Model {
   void check_states(const StepArgs& args) const;
   void spread_distances();
   void place_rows(const StepArgs& args);
-  int64_t feature_size() const { return (1 + w_.feature_layers) * w_.hidden; }
+  int64_t feature_size() const { return w_.feature_size(); }
   void embed_rows(const StepArgs& args);
   void add_features(const StepArgs& args, int64_t part);
-  void keep_outcome(const StepArgs& args, int64_t place) const;
+  void keep_residual(const StepArgs& args, int64_t place) const;
+  void pair_rows(const StepArgs& args, const Layer& layer);
   void rotate_tables(const StepArgs& args);
   void check_adapters(const StepArgs& args) const;
   void ready_adapters(const StepArgs& args);
@@ -397,6 +403,8 @@ class Model {
   std::vector<float> expert_rank_;  // [2][experts] of one row: by which they are chosen, and those near the best
   std::vector<float> group_rank_;   // [groups]
   Buffer<float> residual_, normed_, qkv_, latents_, expanded_, raised_, attended_, inner_, joined_, attention_out_;
+  Buffer<float> pairs_;  // [rows]: what a paired layer reads
+  int64_t pairs_pad_ = 0;
   Buffer<float> head_rows_, head_scales_;  // [heads][rows]: what products by head read
   Buffer<int8_t> head_codes_;
   Buffer<int32_t> head_sums_;

@@ -90,7 +90,8 @@ void Model::check_weights() const {
     if (layer.window < 0 || layer.chunk < 0) refuse(name + " has a negative window");
     check_heads(layer, name);
     if (layer.attends) {
-      shaped(layer.qkv, qkv_outputs(layer), w_.hidden, name + ".attn.qkv");
+      const int64_t read = w_.paired && i == 0 ? 2 * w_.hidden : w_.hidden;
+      shaped(layer.qkv, qkv_outputs(layer), read, name + ".attn.qkv");
       shaped(layer.o, w_.hidden, w_.heads * (w_.keeps_latent ? w_.value_size : layer.value_size), name + ".attn.o");
     }
     if (w_.latent > 0) {
@@ -130,9 +131,9 @@ void Model::check_weights() const {
       }
     }
     const bool adds = static_cast<int64_t>(i) < w_.feature_layers;
-    if (layer.kept && i + 1 == w_.layers.size()) refuse(name + " is the last one and is not kept");
-    if ((layer.kept || adds) && (!layer.feeds || w_.streams.count > 0)) {
-      refuse(name + " cannot be kept or add features");
+    if (adds && (!layer.feeds || w_.streams.count > 0)) refuse(name + " cannot add features");
+    if (w_.paired && i == 0 && (!layer.attends || w_.latent > 0 || w_.streams.count > 0 || w_.feature_layers > 0)) {
+      refuse(name + " cannot read pairs");
     }
     if (!layer.feeds) continue;
     if (layer.experts.empty() || layer.beside) mlp_shaped(layer.mlp, layer.inner, name + ".mlp");
@@ -205,7 +206,16 @@ void Model::check_step(const StepArgs& args) const {
     if (args.feature_rows != nullptr && (args.feature_rows[r] < -1 || args.feature_rows[r] >= args.feature_count)) {
       refuse("feature " + std::to_string(args.feature_rows[r]) + " does not exist");
     }
+    if (w_.paired && (args.feature_rows == nullptr || args.feature_rows[r] < 0)) refuse("every row needs a feature");
   }
+  for (int64_t i = 0; i < args.kept_count; ++i) {
+    const int64_t before = i == 0 ? -1 : args.kept_layers[i - 1];
+    if (args.kept_layers[i] <= before || args.kept_layers[i] >= static_cast<int64_t>(w_.layers.size())) {
+      refuse("kept_layers must be ascending layers");
+    }
+  }
+  if (w_.paired && args.adapter_count > 0) refuse("a model that reads pairs takes no adapters");
+  if (args.kept_count > 0 && w_.streams.count > 0) refuse("layers with several streams are not kept");
   check_states(args);
   const int64_t learned = static_cast<int64_t>(w_.positions.size()) / w_.hidden;
   const int64_t types = static_cast<int64_t>(w_.token_types.size()) / w_.hidden;

@@ -173,7 +173,8 @@ class Model:
         final_states: NDArray[np.float32] | None = None,  # out, [wanted, hidden] what the logits are computed from
         state_trails: NDArray[np.int32] | None = None,  # [rows] another slot for the state after a row, -1: none
         answered: NDArray[np.int32] | None = None,  # places in `wanted` that `out` has logits of; None: all
-        kept: NDArray[np.float32] | None = None,  # out, [kept layers * rows, hidden] outcomes of layers with `kept`
+        kept: NDArray[np.float32] | None = None,  # out, [kept layers * rows, hidden] what these layers begin with
+        kept_layers: NDArray[np.int32] | None = None,  # ascending
     ) -> None: ...
 
 class Adapter:

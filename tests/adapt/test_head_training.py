@@ -1,4 +1,4 @@
-"""Draft heads in torch: an EAGLE layer is trained as it is served, losses fall, and acceptance is counted right."""
+"""Draft heads in torch: EAGLE layers are trained as they are served, losses fall, and acceptance is counted right."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from headrace.adapt.head_examples import HeadExample, HeadModel, batches, choose_vocabulary
-from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+from headrace.adapt.head_networks import Eagle3Network, EagleNetwork, MedusaNetwork
 from headrace.adapt.head_recipe import HeadRecipe
 from headrace.adapt.head_run import AnswerFile, HeadJob, HeadRun
 from headrace.adapt.head_training import HeadTraining
+from headrace.engine.speculation.eagle3_head import eagle3_head
 from headrace.engine.speculation.joined_layer import eagle_layer
 from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.speculator import Speculator
@@ -23,36 +24,55 @@ from headrace.errors import RequestError
 from headrace.llm import LLM
 from headrace.models.config_json import ConfigJson
 from headrace.models.draft_heads import eagle_config, eagle_spec
+from headrace.models.eagle3_layer import chosen_layers, eagle3_config, eagle3_spec
 from headrace.models.precision import parse_precision
+from headrace.models.spec import ModelSpec
 
 PROMPTS = [[5, 9, 30, 41, 7], [100, 20, 21, 22, 23, 24], list(range(40, 60)), [9, 8, 7]]
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny_folder: Path) -> Any:
-    """The tiny model's answers with their states, and what heads read of it."""
-    with LLM(tiny_folder, weights="f32", kv="f32", threads=1, context=128, speculation="none") as llm:
-        recorder = StateRecorder()
-        llm.opened.engine.draft_with(Speculator(recorder))
-        llm.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+    """The tiny model's answers with their states, by kind of heads, and what heads read of it."""
+    common: dict[str, Any] = {"weights": "f32", "kv": "f32", "threads": 1, "context": 128}
+    with LLM(tiny_folder, **common, speculation="none", prefix_cache=False) as llm:
         spec = llm.opened.executor.spec
+        examples: dict[str, list[HeadExample]] = {}
+        for kind, reads in (("eagle", ()), ("eagle3", chosen_layers(len(spec.layers)))):
+            recorder = StateRecorder(reads, prompts=bool(reads))
+            llm.opened.engine.draft_with(Speculator(recorder))
+            llm.generate(PROMPTS, max_tokens=24, temperature=0.0, ignore_eos=True)
+            examples[kind] = [HeadExample(np.array(each.tokens), each.states, each.prompt) for each in recorder.answers]
+        examples["medusa"] = examples["eagle"]
         every = np.arange(spec.vocab_size, dtype=np.int32)
         products = llm.opened.executor.products
         model = HeadModel(every, products.embeddings(every), None, products.head_rows(every))
-        examples = [HeadExample(np.array(each.tokens), each.states) for each in recorder.answers]
         yield llm, spec, model, examples
 
 
-def test_an_eagle_layer_drafts_what_it_was_trained_to(recorded: Any) -> None:
-    llm, spec, model, examples = recorded
-    network = EagleNetwork(
-        eagle_spec(ConfigJson(eagle_config(spec, base="tiny"), path=Path()), spec, spec.vocab_size), 3
-    )
+def network_of(kind: str, spec: ModelSpec, model: HeadModel, *, count: int = 2, seed: int = 0) -> Any:
+    if kind == "medusa":
+        return MedusaNetwork(spec, count)
+    if kind == "eagle":
+        return EagleNetwork(
+            eagle_spec(ConfigJson(eagle_config(spec, base="t"), path=Path()), spec, spec.vocab_size), seed
+        )
+    config = ConfigJson(eagle3_config(spec, base="t", vocabulary=spec.vocab_size), path=Path())
+    own = eagle3_spec(config, spec, spec.vocab_size)
+    return Eagle3Network(own, chosen_layers(len(spec.layers)), model.head, seed)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_layer_drafts_what_it_was_trained_to(recorded: Any, kind: str) -> None:
+    llm, spec, model, answers = recorded
+    examples = answers[kind]
+    network = network_of(kind, spec, model, seed=3)
     with torch.no_grad():
         for value in network.trained.values():  # far from the identity that it begins with
             value += 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel()))
     example = max(examples, key=lambda each: len(each.tokens))
-    drafter = LayerDrafter(eagle_layer(llm.opened.executor, network.layer(None), parse_precision("f32")))
+    load: Any = eagle_layer if kind == "eagle" else eagle3_head
+    drafter = LayerDrafter(load(llm.opened.executor, network.layer(None), parse_precision("f32")))
     checked = 0
     engine = llm.opened.engine
     speculator = Speculator(drafter)
@@ -72,14 +92,15 @@ def test_an_eagle_layer_drafts_what_it_was_trained_to(recorded: Any) -> None:
         each
         for each in PROMPTS
         if llm.generate([each], max_tokens=24, temperature=0.0, ignore_eos=True)[0].completions[0].tokens
-        == example.tokens.tolist()
+        == example.answer.tolist()
     )
     drafts.clear()
     llm.generate([prompt], max_tokens=24, temperature=0.0, ignore_eos=True)
     embedded = torch.from_numpy(model.embeddings[example.tokens])
     states = torch.from_numpy(example.states)
-    head = torch.from_numpy(model.head)
-    for count, found in drafts:
+    head = torch.from_numpy(model.head) if kind == "eagle" else network.own_head.detach()
+    for output, found in drafts:
+        count = example.prompt + output
         # The draft's own tokens are what the next passes read.
         tokens = embedded[:count]
         known = states[:count]
@@ -94,21 +115,18 @@ def test_an_eagle_layer_drafts_what_it_was_trained_to(recorded: Any) -> None:
     assert checked > 20
 
 
-def _last(network: EagleNetwork, embedded: Tensor, states: Tensor, draft: int) -> Tensor:
+def _last(network: Any, embedded: Tensor, states: Tensor, draft: int) -> Tensor:
     """The state that a draft is chosen from, after so many drafts."""
     with torch.no_grad():
         return network.predict(embedded[None], states[None], draft + 1)[draft][0, -1]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_training_raises_the_acceptance_of_what_is_learnt(recorded: Any, kind: str) -> None:
-    _, spec, model, examples = recorded
+    _, spec, model, answers = recorded
+    examples = answers[kind]
     recipe = HeadRecipe(depth=2, epochs=12, batch=2, rate=4e-3)
-    network: Any = (
-        MedusaNetwork(spec, 2)
-        if kind == "medusa"
-        else EagleNetwork(eagle_spec(ConfigJson(eagle_config(spec, base="t"), path=Path()), spec, spec.vocab_size), 0)
-    )
+    network = network_of(kind, spec, model)
     losses: list[float] = []
     training = HeadTraining(
         network,
@@ -127,13 +145,9 @@ def test_training_raises_the_acceptance_of_what_is_learnt(recorded: Any, kind: s
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_answers_shorter_than_the_drafts_are_learnt(recorded: Any, kind: str) -> None:
-    _, spec, model, examples = recorded
-    short = [HeadExample(each.tokens[:4], each.states[:4]) for each in examples]
-    network: Any = (
-        MedusaNetwork(spec, 4)
-        if kind == "medusa"
-        else EagleNetwork(eagle_spec(ConfigJson(eagle_config(spec, base="t"), path=Path()), spec, spec.vocab_size), 0)
-    )
+    _, spec, model, answers = recorded
+    short = [HeadExample(each.tokens[:4], each.states[:4]) for each in answers[kind]]
+    network = network_of(kind, spec, model, count=4)
     losses: list[float] = []
     recipe = HeadRecipe(depth=4, epochs=8, batch=2, rate=4e-3)
     HeadTraining(
@@ -151,6 +165,8 @@ def test_answers_shorter_than_the_drafts_are_learnt(recorded: Any, kind: str) ->
 class _Known:
     """Predicts the first draft right and the second wrong."""
 
+    own_head: Tensor | None = None
+
     def __init__(self) -> None:
         self.trained: dict[str, Tensor] = {}
 
@@ -160,13 +176,38 @@ class _Known:
 
 
 def test_acceptance_counts_drafts_after_accepted_ones(recorded: Any) -> None:
-    _, _, model, examples = recorded
+    _, _, model, answers = recorded
+    examples = answers["eagle"]
     training = HeadTraining(_Known(), model, HeadRecipe(depth=2), learns_states=False)
     found = training.acceptance(examples, 2)
     assert found.by_draft == [1.0, 0.0]
     assert found.tokens == 2.0
     with pytest.raises(RequestError, match="too short"):
         training.acceptance([HeadExample(each.tokens[:1], each.states[:1]) for each in examples], 2)
+
+
+def test_of_whole_texts_only_answers_count(recorded: Any) -> None:
+    _, spec, model, answers = recorded
+    for training, examples in (
+        (HeadTraining(_Known(), model, HeadRecipe(depth=2), learns_states=False), answers["eagle"]),
+        (HeadTraining(_Final(spec.hidden_size), model, HeadRecipe(depth=2), learns_states=False), answers["eagle3"]),
+    ):
+        batch = training._batch(examples)  # pyright: ignore[reportPrivateUsage]
+        assert batch.drafted(0).sum(1).tolist() == [23] * 4
+        assert batch.drafted(1).sum(1).tolist() == [22] * 4
+        assert training.acceptance(examples, 2).by_draft == [1.0, 0.0]
+    assert sorted(each.prompt for each in answers["eagle3"]) == sorted(len(prompt) - 1 for prompt in PROMPTS)
+
+
+class _Final(_Known):
+    """The same, of whole texts with the states of other layers."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def predict(self, embedded: Tensor, states: Tensor, depth: int) -> list[Tensor]:
+        return super().predict(embedded, states[..., -self._hidden :], depth)
 
 
 def test_a_vocabulary_has_the_most_frequent_tokens() -> None:
@@ -192,14 +233,12 @@ def test_recipes_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_a_training_that_was_killed_continues_with_the_same_numbers(kind: str, recorded: Any, tmp_path: Path) -> None:
-    _, spec, model, examples = recorded
+    _, spec, model, answers = recorded
+    examples = answers[kind]
     recipe = HeadRecipe(depth=2, epochs=3, batch=1, rate=1e-3)
 
     def begin(run: HeadRun | None, watch: Any) -> tuple[HeadTraining, dict[str, Any]]:
-        config = ConfigJson(eagle_config(spec, base="tiny"), path=Path())
-        network = (
-            MedusaNetwork(spec, 2) if kind == "medusa" else EagleNetwork(eagle_spec(config, spec, spec.vocab_size), 3)
-        )
+        network = network_of(kind, spec, model, seed=3)
         job = HeadTraining(
             network, model, recipe, learns_states=kind == "eagle", run=run, watch=watch, checkpoint_s=0.0
         )

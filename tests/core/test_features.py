@@ -11,7 +11,7 @@ import pytest
 
 from headrace.models.shorter_model import shorter_spec, shorter_tensors
 from headrace.models.spec import LayerSpec, ModelSpec
-from tests.core.tiny import ISAS, Floats, Tiny, packed_model, same_bits, spec, text
+from tests.core.tiny import ISAS, Floats, Tiny, core_tensors, packed_model, random_tensors, same_bits, spec, text
 
 BASE = spec(layers=(LayerSpec(), LayerSpec(), LayerSpec()))
 TENSORS = packed_model(BASE)
@@ -74,13 +74,17 @@ def test_the_first_layers_add_their_parts_of_features(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_outcomes_of_layers_are_kept(isa: str) -> None:
-    layers = tuple(LayerSpec(kept=layer < 2) for layer in range(3))
-    kept = np.full((2 * COUNT, BASE.hidden_size), np.nan, dtype=np.float32)
-    found = outcome(msgspec.structs.replace(BASE, layers=layers), isa, kept=kept)
+def test_what_layers_begin_with_is_kept(isa: str) -> None:
+    kept = np.full((3 * COUNT, BASE.hidden_size), np.nan, dtype=np.float32)
+    found = outcome(BASE, isa, kept=kept, kept_layers=np.arange(3, dtype=np.int32))
     assert same_bits(found, outcome(BASE, isa))
-    for layer in range(2):
-        skipped = set(range(layer + 1, 3))
+    one = np.empty((COUNT, BASE.hidden_size), dtype=np.float32)
+    outcome(BASE, isa, kept=one, kept_layers=np.array([2], dtype=np.int32))
+    assert same_bits(one, kept[2 * COUNT :])
+    embed = TENSORS["embed"].unpack_rows(np.array(text(COUNT, BASE), dtype=np.int32))
+    assert same_bits(kept[:COUNT], embed)
+    for layer in (1, 2):
+        skipped = set(range(layer, 3))
         first = msgspec.structs.replace(shorter_spec(BASE, skipped), final_norm=False)
         own = {name: each for name, each in shorter_tensors(BASE, TENSORS, skipped).items() if name != "norm"}
         assert same_bits(kept[layer * COUNT : (layer + 1) * COUNT], outcome(first, isa, own))
@@ -92,9 +96,44 @@ def test_what_does_not_fit_is_refused() -> None:
         outcome(adding, features=features(1), feature_rows=IMAGE)
     with pytest.raises(ValueError, match="feature_layers out of range"):
         outcome(msgspec.structs.replace(BASE, feature_layers=65))
-    last = msgspec.structs.replace(BASE, layers=(LayerSpec(), LayerSpec(), LayerSpec(kept=True)))
-    with pytest.raises(ValueError, match=r"layers\.2 is the last one"):
-        outcome(last)
-    first = msgspec.structs.replace(BASE, layers=(LayerSpec(kept=True), LayerSpec(), LayerSpec()))
-    with pytest.raises(ValueError, match=r"kept must be \[40, 72\]"):
-        outcome(first, kept=np.empty((1, BASE.hidden_size), dtype=np.float32))
+    room = np.empty((COUNT, BASE.hidden_size), dtype=np.float32)
+    for layers, reason in (
+        ([3], "must be ascending layers"),
+        ([-1], "must be ascending"),
+        ([1, 1], r"must be \[80, 72\]"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            outcome(BASE, kept=room, kept_layers=np.array(layers, dtype=np.int32))
+    with pytest.raises(ValueError, match="given together"):
+        outcome(BASE, kept=room)
+    pairs = {"features": features(2), "feature_rows": np.zeros(COUNT, dtype=np.int32)}
+    with pytest.raises(ValueError, match="every row needs a feature"):
+        outcome(PAIRED, tensors=PAIRED_TENSORS, **pairs | {"feature_rows": IMAGE})
+    with pytest.raises(ValueError, match="features must have rows of 144"):
+        outcome(PAIRED, tensors=PAIRED_TENSORS, **pairs | {"features": features(1)})
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.qkv"):
+        outcome(PAIRED, tensors=TENSORS, **pairs)
+
+
+PAIRED = spec(layers=(LayerSpec(paired=True), LayerSpec()))
+PAIRED_TENSORS = packed_model(PAIRED)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_paired_layer_reads_the_second_part_beside_the_residual(isa: str) -> None:
+    plain = spec(layers=(LayerSpec(), LayerSpec()))
+    size = plain.hidden_size
+    weights = random_tensors(plain)
+    begun, beside = (np.random.default_rng(seed).standard_normal((COUNT, size)).astype(np.float32) for seed in (3, 4))
+    rows = np.arange(COUNT, dtype=np.int32)
+    given = {"features": np.concatenate([begun, beside], axis=1), "feature_rows": rows}
+    own = weights["layers.0.attn.qkv"]
+    for left, alike in ((np.zeros_like(own), True), (own[:, ::-1].copy(), False)):
+        wide = {**weights, "layers.0.attn.qkv": np.concatenate([left, own], axis=1)}
+        found = outcome(PAIRED, isa, core_tensors(wide, "f32", 0), **given)
+        expected = outcome(plain, isa, core_tensors(weights, "f32", 0), features=begun, feature_rows=rows)
+        assert np.allclose(found, expected, rtol=1e-3, atol=1e-3) == alike
+    for precision in ("f32", "int8"):
+        tensors = packed_model(PAIRED, precision)
+        whole = outcome(PAIRED, isa, tensors, **given)
+        assert same_bits(outcome(PAIRED, isa, tensors, ends=(1, 17), **given), whole)

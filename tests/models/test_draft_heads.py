@@ -133,8 +133,3 @@ def test_folders_without_heads_say_what_is_expected(spec: ModelSpec, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(eagle_config(spec, base="tiny")))
     with pytest.raises(ModelError, match="no EAGLE layer"):
         open_draft_heads(tmp_path, spec)
-    size = spec.hidden_size
-    third = {"fc.weight": numbers(size, 3 * size), "midlayer.self_attn.q_proj.weight": numbers(size, 2 * size)}
-    store(tmp_path / "model.safetensors", third)
-    with pytest.raises(ModelError, match=r"an EAGLE-3 layer, .* Expected EAGLE 1 or 2"):
-        open_draft_heads(tmp_path, spec)

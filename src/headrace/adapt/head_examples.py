@@ -14,8 +14,15 @@ Floats = NDArray[np.float32]
 
 
 class HeadExample(NamedTuple):
-    tokens: NDArray[np.int64]  # of the answer
-    states: Floats  # [tokens, hidden]: what each of these tokens was chosen from, before the head
+    tokens: NDArray[np.int64]  # of the answer, and for an EAGLE-3 layer of its prompt before
+    # [tokens, hidden]: what each of these tokens was chosen from, before the head. For an EAGLE-3 layer, the states of
+    # the layers that it reads come first.
+    states: Floats
+    prompt: int = 0  # tokens of the prompt
+
+    @property
+    def answer(self) -> NDArray[np.int64]:
+        return self.tokens[self.prompt :]
 
 
 class HeadModel(NamedTuple):

@@ -1,6 +1,7 @@
-"""Medusa heads and an EAGLE layer in torch, as they are trained: predictions for every place and every draft at once.
+"""Medusa heads and EAGLE layers in torch, as they are trained: predictions for every place and every draft at once.
 
-Both predict states from which the model's own head gives the next tokens. Does not know examples or optimisers.
+All predict states from which a head gives the next tokens: the model's, or that of an EAGLE-3 layer. Does not know
+examples or optimisers.
 """
 
 # torch's own types are incomplete.
@@ -8,6 +9,8 @@ Both predict states from which the model's own head gives the next tokens. Does 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from headrace.adapt.decoder import rotated
 from headrace.models.draft_heads import EagleLayer, HeadBlock, MedusaHeads, eagle_shapes
+from headrace.models.eagle3_layer import Eagle3Layer, eagle3_shapes
 from headrace.models.spec import ModelSpec
 
 _LAYER: Final = "layers.0"
@@ -28,17 +32,25 @@ class HeadNetwork(Protocol):
     @property
     def trained(self) -> dict[str, Tensor]: ...
 
+    @property
+    def own_head(self) -> Tensor | None:
+        """The head that its predicted states are for; None: the model's."""
+        ...
+
     def predict(self, embedded: Tensor, states: Tensor, depth: int) -> list[Tensor]:
         """Return, for each of `depth` drafts, the predicted states [rows, length, hidden].
 
         `states` [rows, length, hidden] are what the answers' tokens were chosen from and `embedded` those tokens'
-        embeddings. The prediction of draft d at place i is for the state that token i + 1 was chosen from, made when
-        the last d tokens up to i were drafts; places below d have none.
+        embeddings; for an EAGLE-3 layer, the states of the layers that it reads come first. The prediction of draft d
+        at place i is for the state that token i + 1 was chosen from, made when the last d tokens up to i were drafts;
+        places below d have none.
         """
         ...
 
 
 class MedusaNetwork:
+    own_head: Tensor | None = None
+
     def __init__(self, spec: ModelSpec, count: int) -> None:
         size = spec.hidden_size
         self.trained: dict[str, Tensor] = {}
@@ -63,44 +75,60 @@ class MedusaNetwork:
         return MedusaHeads(blocks, [], tokens)
 
 
-class EagleNetwork:
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
+class _LayerNetwork(ABC):
+    """A layer that predicts each state from a token's embedding and the state before it, which may be its own."""
+
+    own_head: Tensor | None = None
+
+    def __init__(self, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         """`spec` is the layer's own."""
-        generator = torch.Generator().manual_seed(seed)
-        size = spec.hidden_size
+        self._generator = torch.Generator().manual_seed(seed)
         self._spec = spec
         self.trained: dict[str, Tensor] = {}
-        for name, shape in eagle_shapes(spec).items():
-            first = torch.empty(shape).normal_(0.0, _SPREAD, generator=generator)
+        for name, shape in shapes.items():
+            first = self._random(*shape)
             self.trained[name] = (torch.ones(shape) if len(shape) == 1 else first).requires_grad_()
-        join = torch.empty(size, 2 * size).normal_(0.0, _SPREAD, generator=generator)
-        join[:, size:] += torch.eye(size)  # it begins with the state that it reads
-        self.trained["join"] = join.requires_grad_()
-        self.trained["join.bias"] = torch.zeros(size).requires_grad_()
+
+    @abstractmethod
+    def _known(self, states: Tensor) -> Tensor:
+        """Return what it reads of the model's states."""
+
+    @abstractmethod
+    def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads, and what its result is added to."""
+
+    @abstractmethod
+    def _shown(self, states: Tensor) -> Tensor:
+        """Return what the head reads of its states."""
 
     def predict(self, embedded: Tensor, states: Tensor, depth: int) -> list[Tensor]:
         found: list[Tensor] = []
         keys: list[Tensor] = []
         values: list[Tensor] = []
         tables = self._rope(states.shape[1])
+        states = self._known(states)
         for draft in range(depth):
-            inputs = functional.linear(
-                torch.cat((embedded, states), dim=-1), self.trained["join"], self.trained["join.bias"]
-            )
+            inputs, residual = self._inputs(embedded, states)
             queries, own_keys, own_values = self._heads(inputs, tables)
             keys.append(own_keys)
             values.append(own_values)
             mixed = _attend(queries, keys, values, self._spec.attention_scale)
-            outputs = inputs + functional.linear(mixed, self.trained[f"{_LAYER}.attn.o"])
+            outputs = residual + functional.linear(mixed, self.trained[f"{_LAYER}.attn.o"])
             outputs = outputs + self._mlp(outputs)
-            found.append(outputs)
+            found.append(self._shown(outputs))
             if draft + 1 < depth:
                 states = _later(outputs, 1)
         return found
 
-    def layer(self, tokens: NDArray[np.int32] | None) -> EagleLayer:
-        tensors = {name: _array(value) for name, value in self.trained.items() if name.startswith(_LAYER)}
-        return EagleLayer(self._spec, _array(self.trained["join"]), _array(self.trained["join.bias"]), tensors, tokens)
+    def _tensors(self) -> dict[str, NDArray[np.float32]]:
+        return {name: _array(value) for name, value in self.trained.items() if name.startswith(_LAYER)}
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.empty(shape).normal_(0.0, _SPREAD, generator=self._generator)
+
+    def _normed(self, values: Tensor, name: str) -> Tensor:
+        weight = self.trained[name]
+        return functional.rms_norm(values, weight.shape, weight, self._spec.norm_eps)
 
     def _heads(self, inputs: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec
@@ -115,8 +143,7 @@ class EagleNetwork:
         return rotated(queries, *tables), keys, values.repeat_interleave(shared, 1)
 
     def _mlp(self, states: Tensor) -> Tensor:
-        weight = self.trained[f"{_LAYER}.mlp.norm"]
-        normed = functional.rms_norm(states, weight.shape, weight, self._spec.norm_eps)
+        normed = self._normed(states, f"{_LAYER}.mlp.norm")
         gate, up = functional.linear(normed, self.trained[f"{_LAYER}.mlp.gate_up"]).chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, self.trained[f"{_LAYER}.mlp.down"])
 
@@ -124,6 +151,72 @@ class EagleNetwork:
         (rope,) = self._spec.ropes
         angles = torch.arange(length)[:, None] * torch.tensor(rope.inv_freq)
         return angles.cos() * rope.scale, angles.sin() * rope.scale
+
+
+class EagleNetwork(_LayerNetwork):
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        super().__init__(spec, eagle_shapes(spec), seed)
+        size = spec.hidden_size
+        join = self._random(size, 2 * size)
+        join[:, size:] += torch.eye(size)  # it begins with the state that it reads
+        self.trained["join"] = join.requires_grad_()
+        self.trained["join.bias"] = torch.zeros(size).requires_grad_()
+
+    def layer(self, tokens: NDArray[np.int32] | None) -> EagleLayer:
+        join, bias = _array(self.trained["join"]), _array(self.trained["join.bias"])
+        return EagleLayer(self._spec, join, bias, self._tensors(), tokens)
+
+    def _known(self, states: Tensor) -> Tensor:
+        return states
+
+    def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.cat((embedded, states), dim=-1)
+        inputs = functional.linear(pairs, self.trained["join"], self.trained["join.bias"])
+        return inputs, inputs
+
+    def _shown(self, states: Tensor) -> Tensor:
+        return states
+
+
+class Eagle3Network(_LayerNetwork):
+    def __init__(self, spec: ModelSpec, reads: tuple[int, ...], head: NDArray[np.float32], seed: int) -> None:
+        """`reads` are the model's layers whose input it reads. `head` are the rows of the model's, which its own
+        begins with."""
+        super().__init__(spec, eagle3_shapes(spec), seed)
+        size = spec.hidden_size
+        self._reads = reads
+        join = self._random(size, len(reads) * size)
+        join[:, -size:] += torch.eye(size)  # it begins with the state of the highest layer
+        self.trained["join"] = join.requires_grad_()
+        for name in ("token_norm", "norm"):
+            self.trained[name] = torch.ones(size).requires_grad_()
+        self.trained["head"] = torch.from_numpy(head.copy()).requires_grad_()
+        self.own_head = self.trained["head"]
+
+    def layer(self, tokens: NDArray[np.int32] | None) -> Eagle3Layer:
+        join, token_norm, norm, head = (_array(self.trained[name]) for name in ("join", "token_norm", "norm", "head"))
+        return Eagle3Layer(
+            self._spec,
+            self._reads,
+            join,
+            self._tensors(),
+            token_norm=token_norm,
+            state_norm=None,
+            norm=norm,
+            head=head,
+            tokens=tokens,
+        )
+
+    def _known(self, states: Tensor) -> Tensor:
+        join = self.trained["join"]
+        return functional.linear(states[..., : join.shape[1]], join)
+
+    def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self._normed(embedded, "token_norm"), self._normed(states, f"{_LAYER}.attn.norm")
+        return torch.cat(normed, dim=-1), states
+
+    def _shown(self, states: Tensor) -> Tensor:
+        return self._normed(states, "norm")
 
 
 def _attend(queries: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:

@@ -42,13 +42,13 @@ class HeadJob(msgspec.Struct, frozen=True):
 
 
 class HeadRun:
-    def __init__(self, path: Path, hidden_size: int) -> None:
+    def __init__(self, path: Path, state_size: int) -> None:
         self.path = path
-        self.train = AnswerFile(path, "train", hidden_size)
-        self.held_out = AnswerFile(path, "held_out", hidden_size)
+        self.train = AnswerFile(path, "train", state_size)
+        self.held_out = AnswerFile(path, "held_out", state_size)
 
     @classmethod
-    def open(cls, path: Path, job: HeadJob, hidden_size: int, *, restart: bool) -> HeadRun:
+    def open(cls, path: Path, job: HeadJob, state_size: int, *, restart: bool) -> HeadRun:
         """Use a folder for a job. RequestError if it holds another job's work."""
         if restart:
             shutil.rmtree(path, ignore_errors=True)
@@ -64,7 +64,7 @@ class HeadRun:
             path.mkdir(parents=True)
             with new_file(path / _JOB) as file:
                 file.write(content)
-        return cls(path, hidden_size)
+        return cls(path, state_size)
 
     @property
     def has_work(self) -> bool:
@@ -104,35 +104,37 @@ class _Line(msgspec.Struct, omit_defaults=True):
     """An answer's tokens, or how many prompts are answered with the lines before."""
 
     tokens: list[int] = []
+    prompt: int = 0  # of the tokens, that are of the prompt
     prompts: int = 0
 
 
 class AnswerFile:
     """The model's answers to some prompts, in batches that are complete or do not count."""
 
-    def __init__(self, folder: Path, name: str, hidden_size: int) -> None:
+    def __init__(self, folder: Path, name: str, state_size: int) -> None:
         self._texts, self._states = folder / f"{name}.jsonl", folder / f"{name}.states"
-        self._hidden = hidden_size
-        self._answers: list[list[int]] = []
+        self._size = state_size
+        self._answers: list[_Line] = []
         self.prompts = 0  # that are answered
         size = 0
         if self._texts.is_file():
             size = self._read(self._texts.read_bytes())
             os.truncate(self._texts, size)
-            os.truncate(self._states, 4 * hidden_size * self.tokens)
+            os.truncate(self._states, 4 * state_size * self.tokens)
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self._answers))
+        """Those of prompts that are kept are among them."""
+        return sum(len(each.tokens) for each in self._answers)
 
     def add(self, answers: Sequence[HeadExample], prompts: int) -> None:
         """Keep the answers to the next `prompts` prompts, of which some may have none."""
         with self._states.open("ab") as file:
             for answer in answers:
                 file.write(np.ascontiguousarray(answer.states, dtype=np.float32).data)
-        found = [answer.tokens.tolist() for answer in answers]
+        found = [_Line(tokens=answer.tokens.tolist(), prompt=answer.prompt) for answer in answers]
         with self._texts.open("ab") as file:
-            file.writelines(msgspec.json.encode(_Line(tokens=tokens)) + b"\n" for tokens in found)
+            file.writelines(msgspec.json.encode(line) + b"\n" for line in found)
             file.write(msgspec.json.encode(_Line(prompts=prompts)) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -143,13 +145,13 @@ class AnswerFile:
         """Return the answers of at least so many tokens, in an order that does not depend on which ended first."""
         if not self.tokens:
             return []
-        states = np.memmap(self._states, dtype=np.float32, mode="r", shape=(self.tokens, self._hidden))
+        states = np.memmap(self._states, dtype=np.float32, mode="r", shape=(self.tokens, self._size))
         found: list[HeadExample] = []
         start = 0
-        for tokens in self._answers:
-            end = start + len(tokens)
-            if len(tokens) >= least:
-                found.append(HeadExample(np.array(tokens), states[start:end]))
+        for line in self._answers:
+            end = start + len(line.tokens)
+            if len(line.tokens) - line.prompt >= least:
+                found.append(HeadExample(np.array(line.tokens), states[start:end], line.prompt))
             start = end
         return sorted(found, key=lambda each: each.tokens.tolist())
 
@@ -160,7 +162,7 @@ class AnswerFile:
     def _read(self, content: bytes) -> int:
         """Read the complete batches. Return their length in bytes."""
         whole = place = 0
-        batch: list[list[int]] = []
+        batch: list[_Line] = []
         for line in content.splitlines(keepends=True):
             place += len(line)
             if not line.endswith(b"\n"):
@@ -171,5 +173,5 @@ class AnswerFile:
                 self.prompts += found.prompts
                 batch, whole = [], place
             else:
-                batch.append(found.tokens)
+                batch.append(found)
         return whole

@@ -38,9 +38,19 @@ class HeadAcceptance(NamedTuple):
 
 class _Batch(NamedTuple):
     embedded: Tensor  # [rows, length, hidden]
-    states: Tensor
+    states: Tensor  # [rows, length, hidden]; of an EAGLE-3 layer, those of other layers come first
     targets: Tensor  # [rows, length] the token after each, as a place in the head; -1: none, or not in the head
-    texts: Tensor  # [rows, length] whether there is a token after each
+    texts: Tensor  # [rows, length] whether there is a token of the answer after each, which is of the answer itself
+
+    def final_states(self, hidden: int) -> Tensor:
+        return self.states[..., -hidden:]
+
+    def drafted(self, draft: int) -> Tensor:
+        """Return at which places draft `draft`, from 0, is made in an answer."""
+        found = torch.zeros_like(self.texts)
+        length = self.texts.shape[1]
+        found[:, draft:] = self.texts[:, draft:] & self.texts[:, : max(0, length - draft)]
+        return found
 
 
 Watch = Callable[[int, int, float, int], None]  # step, steps, loss, tokens of the step
@@ -101,7 +111,12 @@ class HeadTraining:
                 if self._run is not None and (step == steps or time.monotonic() - saved_at >= self._checkpoint_s):
                     self._save(self._run, step, optimiser)
                     saved_at = time.monotonic()
-                self._watch(step, steps, float(loss.detach()), sum(len(row.tokens) for row in rows))
+                self._watch(step, steps, float(loss.detach()), sum(len(row.answer) for row in rows))
+
+    @property
+    def _own_head(self) -> Tensor:
+        own = self._network.own_head
+        return self._head if own is None else own
 
     def _save(self, run: HeadRun, step: int, optimiser: torch.optim.Optimizer) -> None:
         trained = self._network.trained
@@ -142,7 +157,7 @@ class HeadTraining:
             alive = batch.texts.clone()
             for draft, states in enumerate(found):
                 # Draft d of the place p is predicted at p + d.
-                right = ((states @ self._head.T).argmax(-1) == batch.targets)[:, draft:]
+                right = ((states @ self._own_head.T).argmax(-1) == batch.targets)[:, draft:]
                 texts = batch.texts[:, draft:]
                 alive = alive[:, : right.shape[1]] & texts
                 tried[draft] += int(alive.sum())
@@ -158,17 +173,16 @@ class HeadTraining:
     def _loss(self, batch: _Batch) -> Tensor:
         with torch.no_grad():
             # What the model itself would say at each place about the token after.
-            ahead = torch.roll(batch.states, -1, dims=1)
+            ahead = torch.roll(batch.final_states(self._head.shape[1]), -1, dims=1)
             taught = (ahead @ self._head.T).softmax(-1)
-            scale = batch.states.square().mean()
+            scale = ahead.square().mean()
         total = torch.zeros(())
         weights = 0.0
         for draft, states in enumerate(self._network.predict(batch.embedded, batch.states, self._recipe.depth)):
-            learnt = batch.texts.clone()
-            learnt[:, :draft] = False
+            learnt = batch.drafted(draft)
             if not learnt.any():
                 break  # the answers are shorter than the drafts
-            logits = states[learnt] @ self._head.T
+            logits = states[learnt] @ self._own_head.T
             loss = -(taught[learnt] * logits.log_softmax(-1)).sum(-1).mean()
             if self._learns_states:
                 loss = loss + _STATE_SHARE * (states[learnt] - ahead[learnt]).square().mean() / scale
@@ -187,7 +201,7 @@ class HeadTraining:
             count = len(row.tokens)
             tokens[place, :count] = np.searchsorted(self._embedded, row.tokens)
             targets[place, : count - 1] = self._places[row.tokens[1:]]
-            texts[place, : count - 1] = True
+            texts[place, row.prompt : count - 1] = True
             states[place, :count] = row.states
         embedded = self._embeddings[torch.from_numpy(tokens)]
         return _Batch(embedded, torch.from_numpy(states), torch.from_numpy(targets), torch.from_numpy(texts))

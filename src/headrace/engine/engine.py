@@ -157,6 +157,7 @@ class Engine:
             drafter.constrain = self._mask_after
         self._heads = drafter if isinstance(drafter, HeadDrafter) else None
         self._builder.keeps_states = self._heads is not None
+        self._builder.reads = () if self._heads is None else self._heads.reads
         self._builder.keeps_prompts = self._heads is not None and self._heads.reads_prompts
 
     # Requests

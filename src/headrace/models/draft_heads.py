@@ -3,14 +3,16 @@
     Medusa  medusa_lm_head.safetensors: K.L.linear.weight and .bias of residual block L of head K, and K.LAYERS.weight,
             the head's own product to the vocabulary; without it, the head uses the model's
     EAGLE   model.safetensors: fc, and one Llama layer without a norm before its attention: layers.0.*
+    EAGLE-3 see `eagle3_layer.py`
 
-`token_map` in either holds the tokens that the heads choose from, if those are not all. Does not compute anything.
+`token_map` of the first two holds the tokens that the heads choose from, if those are not all. Does not compute
+anything.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +22,21 @@ from numpy.typing import NDArray
 
 from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
+from headrace.models.draft_tensors import (
+    Floats,
+    layer_sources,
+    read_floats,
+    read_layer,
+    read_tokens,
+    split_layer,
+    write_tensors,
+)
+from headrace.models.eagle3_layer import Eagle3Layer, is_eagle3, read_eagle3
 from headrace.models.formats.model_weights import SINGLE_FILE
-from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
+from headrace.models.formats.safetensors_file import SafetensorsFile
 from headrace.models.rope import read_rope
 from headrace.models.spec import LayerSpec, ModelSpec
 from headrace.models.tensor_shapes import tensor_shapes
-
-Floats = NDArray[np.float32]
 
 CONFIG_FILE: Final = "config.json"
 MEDUSA_FILE: Final = "medusa_lm_head.safetensors"
@@ -66,7 +76,7 @@ class EagleLayer(msgspec.Struct, frozen=True):
     tokens: NDArray[np.int32] | None = None
 
 
-DraftHeads = MedusaHeads | EagleLayer
+DraftHeads = MedusaHeads | EagleLayer | Eagle3Layer
 
 
 def open_draft_heads(path: Path, spec: ModelSpec) -> DraftHeads:
@@ -76,7 +86,8 @@ def open_draft_heads(path: Path, spec: ModelSpec) -> DraftHeads:
     if (path / MEDUSA_FILE).is_file():
         return _read_medusa(path, spec)
     if (path / SINGLE_FILE).is_file():
-        return _read_eagle(path, spec)
+        config, file = ConfigJson.read(path / CONFIG_FILE), SafetensorsFile.open(path / SINGLE_FILE)
+        return read_eagle3(config, file, spec) if is_eagle3(config, file) else _read_eagle(config, file, spec)
     pickled = next((each.name for each in sorted(path.iterdir()) if each.suffix in (".pt", ".bin")), None)
     found = "" if pickled is None else f" {pickled} may execute code and is not read: save it as safetensors."
     raise ModelError(
@@ -106,14 +117,10 @@ def write_medusa(out: Path, heads: MedusaHeads, *, base: str) -> None:
 
 def write_eagle(out: Path, layer: EagleLayer, config: Mapping[str, object]) -> None:
     """Write a layer into an existing folder. `config` is what `eagle_config` returned."""
-    spec = layer.spec
     tensors: dict[str, NDArray[Any]] = {"fc.weight": layer.join}
     if layer.join_bias is not None:
         tensors["fc.bias"] = layer.join_bias
-    for name, sources in _eagle_sources(spec).items():
-        sizes = _part_sizes(spec, name, len(layer.tensors[name]), len(sources))
-        parts = np.split(layer.tensors[name], np.cumsum(sizes)[:-1])
-        tensors.update(zip(sources, parts, strict=True))
+    tensors |= split_layer(layer.spec, layer.tensors, layer_sources(layer.spec, _LAYER))
     _write(out / SINGLE_FILE, tensors, layer.tokens)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -177,7 +184,7 @@ def _read_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
     names = {name.removeprefix("medusa_head.").removeprefix("medusa_heads."): name for name in file.tensors}
     blocks: list[list[HeadBlock]] = []
     outputs: list[Floats] = []
-    tokens = _token_map(file, spec)
+    tokens = read_tokens(file, TOKEN_MAP, spec, offsets=False)
     vocabulary = spec.vocab_size if tokens is None else len(tokens)
     most = _declared_heads(path)
     hidden = spec.hidden_size
@@ -185,14 +192,14 @@ def _read_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
         head = len(blocks)
         found: list[HeadBlock] = []
         while len(found) < MOST_BLOCKS and (name := f"{head}.{len(found)}.linear") + ".weight" in names:
-            weight = _floats(file, names[f"{name}.weight"], (hidden, hidden))
+            weight = read_floats(file, names[f"{name}.weight"], (hidden, hidden))
             bias = np.zeros(hidden, np.float32)
             if f"{name}.bias" in names:
-                bias = _floats(file, names[f"{name}.bias"], (hidden,))
+                bias = read_floats(file, names[f"{name}.bias"], (hidden,))
             found.append(HeadBlock(weight, bias))
         blocks.append(found)
         if (own := f"{head}.{len(found)}.weight") in names:
-            outputs.append(_floats(file, names[own], (vocabulary, hidden)))
+            outputs.append(read_floats(file, names[own], (vocabulary, hidden)))
     if not blocks:
         raise ModelError("Has no tensor 0.0.linear.weight, so it has no Medusa heads.", path=file.path)
     if len(outputs) not in (0, len(blocks)):
@@ -208,91 +215,22 @@ def _declared_heads(path: Path) -> int:
     )
 
 
-def _read_eagle(path: Path, target: ModelSpec) -> EagleLayer:
-    config = ConfigJson.read(path / CONFIG_FILE)
+def _read_eagle(config: ConfigJson, file: SafetensorsFile, target: ModelSpec) -> EagleLayer:
     if config.size("num_hidden_layers", maximum=_MOST_SIZE, default=1) != 1:
-        raise ModelError("EAGLE heads have one layer. Pass this folder as 'draft_model' if it is a model.", path=path)
-    file = SafetensorsFile.open(path / SINGLE_FILE)
-    if any(name.removeprefix("model.").startswith("midlayer.") for name in file.tensors):
         raise ModelError(
-            "This is an EAGLE-3 layer, which reads states of several layers. Expected EAGLE 1 or 2, or Medusa heads.",
-            path=path,
+            "EAGLE heads have one layer. Pass this folder as 'draft_model' if it is a model.", path=file.path.parent
         )
     if "fc.weight" not in file.tensors:
         raise ModelError("Has no tensor fc.weight, so it is no EAGLE layer.", path=file.path)
-    tokens = _token_map(file, target)
+    tokens = read_tokens(file, TOKEN_MAP, target, offsets=False)
     spec = eagle_spec(config, target, target.vocab_size if tokens is None else len(tokens))
     if f"{_LAYER}.self_attn.q_proj.bias" in file.tensors:
         spec = msgspec.structs.replace(spec, qkv_bias=True)
     hidden = spec.hidden_size
-    shapes = eagle_shapes(spec)
-    tensors: dict[str, Floats] = {}
-    for name, sources in _eagle_sources(spec).items():
-        shape = shapes[name]
-        sizes = _part_sizes(spec, name, shape[0], len(sources))
-        parts = [_floats(file, source, (size, *shape[1:])) for source, size in zip(sources, sizes, strict=True)]
-        tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    bias = _floats(file, "fc.bias", (hidden,)) if "fc.bias" in file.tensors else None
-    return EagleLayer(spec, _floats(file, "fc.weight", (hidden, 2 * hidden)), bias, tensors, tokens)
-
-
-def _eagle_sources(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Return the tensors on disk that make up each canonical one."""
-    attention, mlp = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
-    found = {
-        f"{_LAYER}.attn.qkv": tuple(f"{attention}.{part}_proj.weight" for part in "qkv"),
-        f"{_LAYER}.attn.o": (f"{attention}.o_proj.weight",),
-        f"{_LAYER}.mlp.norm": (f"{_LAYER}.post_attention_layernorm.weight",),
-        f"{_LAYER}.mlp.gate_up": (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-        f"{_LAYER}.mlp.down": (f"{mlp}.down_proj.weight",),
-    }
-    if spec.qkv_bias:
-        found[f"{_LAYER}.attn.qkv.bias"] = tuple(f"{attention}.{part}_proj.bias" for part in "qkv")
-    return found
-
-
-def _part_sizes(spec: ModelSpec, name: str, rows: int, parts: int) -> tuple[int, ...]:
-    return spec.qkv_parts if ".qkv" in name else (rows // parts,) * parts
-
-
-def _token_map(file: SafetensorsFile, spec: ModelSpec) -> NDArray[np.int32] | None:
-    if TOKEN_MAP not in file.tensors:
-        return None
-    stored = file.stored(TOKEN_MAP).data
-    if stored.ndim != 1 or not len(stored) or stored.dtype.kind != "i":
-        raise ModelError("Must be a list of token ids.", path=file.path, tensor=TOKEN_MAP)
-    if stored.min() < 0 or stored.max() >= spec.vocab_size or len(np.unique(stored)) < len(stored):
-        raise ModelError(
-            f"Must hold different tokens of the model's vocabulary of {spec.vocab_size}.",
-            path=file.path,
-            tensor=TOKEN_MAP,
-        )
-    return stored.astype(np.int32)
-
-
-def _floats(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> Floats:
-    if name not in file.tensors:
-        raise ModelError("Is missing.", path=file.path, tensor=name)
-    tensor = file.dense(name)
-    if tensor.shape != shape:
-        expected, actual = ("x".join(map(str, each)) for each in (shape, tensor.shape))
-        raise ModelError(
-            f"Has shape {actual}. Expected {expected}: these heads belong to another model.",
-            path=file.path,
-            tensor=name,
-        )
-    values = tensor.to_f32()
-    if not np.isfinite(values).all():
-        raise ModelError("Contains NaN or infinity.", path=file.path, tensor=name)
-    return values
+    tensors = read_layer(file, spec, eagle_shapes(spec), layer_sources(spec, _LAYER))
+    bias = read_floats(file, "fc.bias", (hidden,)) if "fc.bias" in file.tensors else None
+    return EagleLayer(spec, read_floats(file, "fc.weight", (hidden, 2 * hidden)), bias, tensors, tokens)
 
 
 def _write(path: Path, tensors: Mapping[str, NDArray[Any]], tokens: NDArray[np.int32] | None) -> None:
-    entries: dict[str, tuple[str, tuple[int, ...], Callable[[], Iterable[Any]]]] = {}
-    for name, values in sorted(tensors.items()):
-        data = np.ascontiguousarray(values, dtype="<f4")
-        entries[name] = ("F32", data.shape, lambda data=data: [data.reshape(-1).view(np.uint8)])
-    if tokens is not None:
-        ids = np.ascontiguousarray(tokens, dtype="<i8")
-        entries[TOKEN_MAP] = ("I64", ids.shape, lambda: [ids.view(np.uint8)])
-    write_safetensors(path, entries, {"format": "pt"})
+    write_tensors(path, tensors if tokens is None else {**tensors, TOKEN_MAP: tokens})

@@ -124,6 +124,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     grows: bool = False  # queries grow with their position: see `query_growth`
     spans: bool = False  # a row sees only the span that it is in: a window of an image's patches
     kept: bool = False  # its outcome is a result beside the last layer's (the towers of Qwen3-VL)
+    # Its attention reads the second part of a row's feature as it is, beside the normalised residual. Only of the first
+    # layer (EAGLE-3).
+    paired: bool = False
     attn_norm: bool = True  # with `pre_norm`; False: the attention reads its input as it is (ModernBERT's first layer)
     # Sizes of this layer; 0: those of the model.
     head_size: int = 0
@@ -331,9 +334,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooled_layers[-1].outputs if self.pooled_layers else self.hidden_size
 
     @property
+    def paired(self) -> bool:
+        return self.layers[0].paired
+
+    @property
     def feature_size(self) -> int:
-        """Numbers in the feature of an image's token."""
-        return (1 + self.feature_layers) * self.hidden_size
+        """Numbers in the feature of an image's token, or of a row of paired layers."""
+        return (1 + self.feature_layers + self.paired) * self.hidden_size
 
     @property
     def has_places(self) -> bool:

@@ -142,7 +142,7 @@ class _ShapeTable:
         kv_heads, size, value_size = spec.head_shape(layer)
         q_size = spec.heads * size
         rows = q_size if shares else sum(spec.qkv_parts_of(layer))
-        self._product(f"{name}.qkv", rows, self._hidden, bias=spec.qkv_bias)
+        self._product(f"{name}.qkv", rows, (1 + layer.paired) * self._hidden, bias=spec.qkv_bias)
         if (latent := spec.latent) is not None:
             if latent.query_rank:
                 shapes[f"{name}.q_latent_norm"] = (latent.query_rank,)

@@ -43,7 +43,7 @@ def train(model: Path, data: Path, out: Path, *more: str, answer_tokens: int = 8
     return main(["adapt", str(model), "--data", str(data), "--out", str(out), *sizes, *more])
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_heads_are_trained_and_served(
     kind: str, tiny_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +70,7 @@ def test_prompts_have_room_beside_the_longest_answers(
 ) -> None:
     made: list[dict[str, Any]] = []
 
-    def record(llm: LLM, documents: Any, most: int, file: Any, watch: Any) -> list[HeadExample]:
+    def record(llm: LLM, documents: Any, most: int, file: Any, watch: Any, reads: Any) -> list[HeadExample]:
         context = llm.opened.executor.capacity.context
         made.append({"context": context, "most": most})
         states = np.ones((8, llm.opened.executor.spec.hidden_size), np.float32)

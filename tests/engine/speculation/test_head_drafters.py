@@ -193,11 +193,23 @@ def test_states_that_wait_for_a_draft_are_bounded(tiny_folder: Path, folders: di
 
 
 def test_recorded_states_are_what_the_tokens_were_chosen_from(tiny_folder: Path) -> None:
-    with LLM(tiny_folder, **COMMON, speculation="none") as llm:
-        recorder = StateRecorder()
-        llm.opened.engine.draft_with(Speculator(recorder))
-        made = llm.generate(PROMPTS, max_tokens=9, temperature=0.0, ignore_eos=True)
-        head = llm.opened.executor.products.head_rows(np.arange(llm.opened.executor.spec.vocab_size, dtype=np.int32))
+    with LLM(tiny_folder, **COMMON, speculation="none", prefix_cache=False) as llm:
+        recorder, whole = StateRecorder(), StateRecorder((2, 0), prompts=True)
+        for each in (whole, recorder):
+            llm.opened.engine.draft_with(Speculator(each))
+            made = llm.generate(PROMPTS, max_tokens=9, temperature=0.0, ignore_eos=True)
+        products = llm.opened.executor.products
+        head = products.head_rows(np.arange(llm.opened.executor.spec.vocab_size, dtype=np.int32))
+        size = llm.opened.executor.spec.hidden_size
+    texts = {tuple(each.tokens[each.prompt :]): each for each in whole.answers}
+    prompts = {tuple(each.completions[0].tokens): prompt for prompt, each in zip(PROMPTS, made, strict=True)}
+    for answer in recorder.answers:
+        text = texts[tuple(answer.tokens)]
+        before = [*prompts[tuple(answer.tokens)], *answer.tokens]
+        assert text.tokens == before[1:]
+        assert np.array_equal(text.states[text.prompt :, 2 * size :], answer.states)
+        # What the first layer begins with is the embedding of the token before.
+        assert np.array_equal(text.states[:, size : 2 * size], products.embeddings(np.array(before[:-1], np.int32)))
     found = sorted(each.tokens for each in recorder.answers)
     assert found == sorted(each.completions[0].tokens for each in made)
     for answer in recorder.answers:

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -21,7 +21,7 @@ from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
 from headrace.cli.making.adapt_card import score_table, write_card
 from headrace.cli.making.adapt_data import AdaptData
-from headrace.cli.making.adapt_heads import train_heads
+from headrace.cli.making.adapt_heads import HeadKind, train_heads
 from headrace.cli.making.adapt_teacher import Distil, Teacher
 from headrace.engine.executors.default_sizes import usable_cores
 from headrace.errors import RequestError
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from headrace.adapt.adaptation import AdaptedModel
 
 _MOST_LENGTH: Final = 1024
-
-Heads = Literal["medusa", "eagle"]
 
 
 def adapt(
@@ -68,7 +66,7 @@ def adapt(
     gate: bool = True,
     gate_prompts: int = 100,
     restart: Annotated[bool, Parameter(negative=())] = False,
-    heads: Heads | None = None,
+    heads: HeadKind | None = None,
     drafts: int = 4,
     vocabulary: int = 8192,
     answer_tokens: int = 128,
@@ -141,7 +139,7 @@ def adapt(
     restart
         Begin again, though OUT.partial has a checkpoint, or answers for heads.
     heads
-        Train draft heads that make the model faster, instead of the model: medusa or eagle. They learn from the
+        Train draft heads that make the model faster, instead of the model: medusa, eagle or eagle3. They learn from the
         model's own answers to the prompts in --data, with --epochs (default 10), --batch, --rate, --seed and --base
         (precision of the model that answers).
     drafts

@@ -28,14 +28,17 @@ from headrace.errors import RequestError
 from headrace.llm import LLM
 from headrace.models.config_json import ConfigJson
 from headrace.models.draft_heads import eagle_config, eagle_spec, write_eagle, write_medusa
+from headrace.models.eagle3_layer import chosen_layers, eagle3_config, eagle3_spec, write_eagle3
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.model_folder import ModelFolder
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.models.weight_cache import cache_folder
 
 if TYPE_CHECKING:
-    from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+    from headrace.adapt.head_networks import Eagle3Network, EagleNetwork, MedusaNetwork
     from headrace.adapt.head_training import HeadTraining
+
+HeadKind = Literal["medusa", "eagle", "eagle3"]
 
 _HELD_OUT: Final = 0.1
 _LEAST_TOKENS: Final = 4  # of an answer that is learnt
@@ -50,7 +53,7 @@ _PARTIAL: Final = ".partial"
 def train_heads(
     model: str,
     folder: ModelFolder,
-    kind: Literal["medusa", "eagle"],
+    kind: HeadKind,
     recipe: HeadRecipe,
     *,
     data: Path | None,
@@ -64,6 +67,12 @@ def train_heads(
 ) -> None:
     recipe.check()
     check_takes_drafts(folder.spec, model)
+    if kind == "eagle3" and folder.spec.streams is not None:
+        raise RequestError(
+            f"The layers of '{model}' have several streams of hidden states, which an EAGLE-3 layer cannot read. Use "
+            "--heads eagle.",
+            parameter="heads",
+        )
     if data is None:
         raise RequestError("Pass your prompts: --data FILE.", parameter="data")
     _check(folder, out, vocabulary, answer_tokens)
@@ -78,20 +87,23 @@ def train_heads(
         prompts=hashlib.sha256(repr((asked, held)).encode()).hexdigest(),
     )
 
-    from headrace.adapt.head_networks import MedusaNetwork  # imports torch
+    from headrace.adapt.head_networks import Eagle3Network, MedusaNetwork  # imports torch
 
-    run = HeadRun.open(out.with_name(out.name + _PARTIAL), job, folder.spec.hidden_size, restart=restart)
+    states = 1 + len(_reads(kind, folder))
+    run = HeadRun.open(out.with_name(out.name + _PARTIAL), job, states * folder.spec.hidden_size, restart=restart)
     with _finished(out, run) as partial:
         answers = _answer_prompts(folder, job, run, asked, held, threads)
         trained = _train_network(folder, job, run, answers, out, base=model, threads=threads)
         found = trained.training.acceptance(answers.held_out, recipe.depth)
         if isinstance(trained.network, MedusaNetwork):
             write_medusa(partial, trained.network.heads(answers.inputs.tokens), base=model)
+        elif isinstance(trained.network, Eagle3Network):
+            write_eagle3(partial, trained.network.layer(answers.inputs.tokens), trained.config)
         else:
             write_eagle(partial, trained.network.layer(answers.inputs.tokens), trained.config)
         lines = [
             f"{sum(value.numel() for value in trained.network.trained.values()):,} weights, trained on "
-            f"{sum(len(each.tokens) for each in answers.train):,} tokens of {len(answers.train):,} answers of {model}.",
+            f"{sum(len(each.answer) for each in answers.train):,} tokens of {len(answers.train):,} answers of {model}.",
             f"On {len(answers.held_out):,} other answers, a step with {recipe.depth} drafts gives {found.tokens:.2f} "
             "tokens.",
         ]
@@ -106,6 +118,11 @@ def train_heads(
         table.add_row(str(place), f"{share:.0%}")
     console.print(table)
     console.print(f'Serve with options = {{ speculation = "heads", draft_heads = "{out}" }}')
+
+
+def _reads(kind: str, folder: ModelFolder) -> tuple[int, ...]:
+    """Return the layers of the model whose input such heads read beside its final states, over whole texts."""
+    return chosen_layers(len(folder.spec.layers)) if kind == "eagle3" else ()
 
 
 def _check(folder: ModelFolder, out: Path, vocabulary: int, answer_tokens: int) -> None:
@@ -141,6 +158,7 @@ def _answer_prompts(
     threads: int,
 ) -> _Answers:
     most = job.answer_tokens
+    reads = _reads(job.kind, folder)
     # Prompts have at least as much of the context as answers.
     context = min(max(_CONTEXT, 2 * most), folder.spec.context)
     with (
@@ -150,6 +168,7 @@ def _answer_prompts(
             weights=job.weights,
             threads=threads,
             speculation="none",
+            prefix_cache=not reads,  # or the beginnings that prompts share would be missing
             context=context,
             max_sequences=_AT_ONCE,
         ) as llm,
@@ -162,9 +181,9 @@ def _answer_prompts(
             bar.show(EvaluationProgress(f"the model's own answers{speed}", done, len(asked) + len(held)))
 
         bar.start_from(run.train.prompts + run.held_out.prompts)
-        train = _record(llm, asked, most, run.train, asking)
-        kept = _record(llm, held, most, run.held_out, asking)
-        tokens = choose_vocabulary((each.tokens.tolist() for each in train), folder.spec.vocab_size, job.vocabulary)
+        train = _record(llm, asked, most, run.train, asking, reads)
+        kept = _record(llm, held, most, run.held_out, asking, reads)
+        tokens = choose_vocabulary((each.answer.tolist() for each in train), folder.spec.vocab_size, job.vocabulary)
         products = llm.opened.executor.products
         embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
         every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
@@ -173,7 +192,7 @@ def _answer_prompts(
 
 
 class _TrainedHeads(NamedTuple):
-    network: MedusaNetwork | EagleNetwork
+    network: MedusaNetwork | EagleNetwork | Eagle3Network
     training: HeadTraining
     config: dict[str, object]  # of an EAGLE layer
 
@@ -183,17 +202,22 @@ def _train_network(
 ) -> _TrainedHeads:
     import torch
 
-    from headrace.adapt.head_networks import EagleNetwork, MedusaNetwork
+    from headrace.adapt.head_networks import Eagle3Network, EagleNetwork, MedusaNetwork
     from headrace.adapt.head_training import HeadTraining
 
     torch.set_num_threads(threads)
     recipe = job.recipe
-    config = eagle_config(folder.spec, base=base)
-    network = (
-        MedusaNetwork(folder.spec, recipe.depth)
-        if job.kind == "medusa"
-        else EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(answers.inputs.head)), recipe.seed)
-    )
+    head = answers.inputs.head
+    config: dict[str, object] = {}
+    if job.kind == "medusa":
+        network = MedusaNetwork(folder.spec, recipe.depth)
+    elif job.kind == "eagle":
+        config = eagle_config(folder.spec, base=base)
+        network = EagleNetwork(eagle_spec(ConfigJson(config, path=out), folder.spec, len(head)), recipe.seed)
+    else:
+        config = eagle3_config(folder.spec, base=base, vocabulary=len(head))
+        spec = eagle3_spec(ConfigJson(config, path=out), folder.spec, len(head))
+        network = Eagle3Network(spec, _reads(job.kind, folder), head, recipe.seed)
     with EvaluationBar() as bar:
         pace, learnt = _Pace(0), 0
 
@@ -248,18 +272,25 @@ def _prompts(data: Path, held_out: Path | None, seed: int) -> tuple[list[Documen
 
 
 def _record(
-    llm: LLM, documents: Sequence[Document], most: int, file: AnswerFile, watch: Callable[[], None]
+    llm: LLM,
+    documents: Sequence[Document],
+    most: int,
+    file: AnswerFile,
+    watch: Callable[[], None],
+    reads: tuple[int, ...],
 ) -> list[HeadExample]:
     """Return the model's own answers to prompts, with their hidden states, in an order of their own. `file` has some
     of them already and gets the others."""
     room = llm.opened.executor.capacity.context - most
     prompts = [_prompt(llm.tokenizer, each)[-room:] for each in documents]
     for start in range(file.prompts, len(prompts), _AT_ONCE):
-        recorder = StateRecorder()
+        recorder = StateRecorder(reads, prompts=bool(reads))
         llm.opened.engine.draft_with(Speculator(recorder))
         batch = prompts[start : start + _AT_ONCE]
         llm.generate(batch, max_tokens=most, temperature=0.0)
-        file.add([HeadExample(np.array(each.tokens), each.states) for each in recorder.answers], len(batch))
+        file.add(
+            [HeadExample(np.array(each.tokens), each.states, each.prompt) for each in recorder.answers], len(batch)
+        )
         watch()
     answers = file.examples(_LEAST_TOKENS)
     if not answers:

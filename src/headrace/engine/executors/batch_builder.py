@@ -61,6 +61,7 @@ class BatchBuilder:
         self._peaks = np.empty((0, peaks_of(vocab_size)), dtype=np.float32)
         self._states = np.empty((0, hidden_size), dtype=np.float32)
         self.keeps_states = False  # whether steps with logits return the hidden states that these are computed from
+        self.reads: tuple[int, ...] = ()  # layers whose input they return before those
         self.keeps_prompts = False  # whether they return those of all rows, for requests that may be drafted for
 
     def row(self) -> BlockRow:
@@ -127,6 +128,7 @@ class BatchBuilder:
             out=(self._states if plan.hidden else self._logits)[:results],
             peaks=None if plan.hidden else self._peaks[:results],
             final_states=self._states[: len(wanted)] if self.keeps_states and not plan.hidden else None,
+            reads=self.reads if self.keeps_states and not plan.hidden else (),
             answered=None if answered is None else np.array(answered, dtype=np.int32),
             second_texts=seconds,
             state_slots=slots,

@@ -203,6 +203,7 @@ class CpuExecutor:
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
         self._thread = StepThread("headrace-step")
+        self._kept = np.empty((0, spec.hidden_size), dtype=np.float32)
         self.adapters: AdapterTable | None = None
         if folder is not None and spec.kind == "decoder":
             format = adapter_format(plan.precision("layers.0.attn.qkv", tied=spec.tied).format)
@@ -420,6 +421,10 @@ class CpuExecutor:
             width = self.spec.hidden_size if batch.hidden else self.spec.vocab_size
             count = len(batch.wanted if batch.answered is None else batch.answered)
             values = np.empty((count, width), dtype=np.float32)
+        kept_layers = kept = None
+        if batch.reads:
+            kept_layers = np.unique(np.array(batch.reads, dtype=np.int32))
+            kept = self._kept_states(len(kept_layers) * len(batch.tokens))
         self._model.step(
             self._kv.core,
             batch.tokens,
@@ -443,8 +448,20 @@ class CpuExecutor:
             batch.final_states,
             batch.state_trails,
             batch.answered,
+            kept,
+            kept_layers,
         )
-        return StepResult(values, batch.peaks, batch.final_states)
+        states = batch.final_states
+        if kept is not None and kept_layers is not None and states is not None:
+            of_layers = kept.reshape(len(kept_layers), len(batch.tokens), -1)
+            places = np.searchsorted(kept_layers, batch.reads)
+            states = np.concatenate([*(of_layers[place][batch.wanted] for place in places), states], axis=1)
+        return StepResult(values, batch.peaks, states)
+
+    def _kept_states(self, rows: int) -> NDArray[np.float32]:
+        if len(self._kept) < rows:
+            self._kept = np.empty((rows, self.spec.hidden_size), dtype=np.float32)
+        return self._kept[:rows]
 
 
 def describe(spec: ModelSpec) -> dict[str, Any]:
@@ -496,6 +513,7 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "group_best": experts.group_best if experts else 1,
         "parallel": spec.parallel,
         "feature_layers": spec.feature_layers,
+        "paired": spec.paired,
         "attention_gate": spec.attention_gate,
         "streams": spec.streams.count if spec.streams else 0,
         "past_rank": spec.streams.rank if spec.streams else 0,
@@ -520,7 +538,6 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
                 "chunk": layer.chunk,
                 "normed": layer.qk_norm,
                 "grows": layer.grows,
-                "kept": layer.kept,
                 "shares": -1 if layer.shares is None else layer.shares,
                 "gate_cutoff": layer.gate_cutoff,
                 "value_norm": spec.value_norm and layer.shares is None,

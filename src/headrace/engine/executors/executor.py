@@ -43,6 +43,7 @@ class StepBatch(msgspec.Struct, frozen=True):
     out: NDArray[np.float32] | None = None  # array for the result, [wanted, vocab or hidden]; None: allocate one
     peaks: NDArray[np.float32] | None = None  # array for the peaks that speed up `choose`, [wanted, peaks_of(vocab)]
     final_states: NDArray[np.float32] | None = None  # array for the hidden states beside the logits, [wanted, hidden]
+    reads: tuple[int, ...] = ()  # layers: what they begin with is returned before the final states
     answered: Int32s | None = None  # places in `wanted` that the result has logits of, beside final states; None: all
     state_slots: Int32s | None = None  # [sequences] of a model with recurrent layers: where a sequence's state is
     state_copies: Sequence[tuple[int, int]] = ()  # states to copy first, in order: from, to
@@ -59,7 +60,9 @@ class StepBatch(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     values: NDArray[np.float32]  # [wanted or answered, vocab], or [wanted, hidden]
     peaks: NDArray[np.float32] | None = None  # peaks of the logits, if the batch had an array for them
-    final_states: NDArray[np.float32] | None = None  # what the logits are computed from, if it had one for them
+    # What the logits are computed from, if it had an array for them: [wanted, hidden]. With `reads`, what those layers
+    # began with comes first: [wanted, (reads + 1) * hidden].
+    final_states: NDArray[np.float32] | None = None
 
 
 def peaks_of(vocab_size: int) -> int:

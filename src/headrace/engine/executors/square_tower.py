@@ -68,7 +68,8 @@ class EncoderSteps:
         self._kv = _core.Kv(spec.kv_shapes, blocks, "f32")
         self._tables = np.arange(blocks, dtype=np.int32).reshape(1, -1)
         self._one = np.zeros(1, dtype=np.int32)
-        self._kept = sum(layer.kept for layer in spec.layers)
+        kept = [index + 1 for index, layer in enumerate(spec.layers) if layer.kept]  # what the next ones begin with
+        self._kept = np.array(kept, dtype=np.int32) if kept else None
         self.rows = rows
 
     @property
@@ -88,7 +89,8 @@ class EncoderSteps:
         """Return the hidden states of rows, and the outcome of the layers that are kept, [layers, rows, hidden]."""
         states = np.empty_like(rows)
         count = len(rows)
-        kept = np.empty((self._kept * count, rows.shape[1]), dtype=np.float32)
+        layers = 0 if self._kept is None else len(self._kept)
+        kept = np.empty((layers * count, rows.shape[1]), dtype=np.float32)
         numbers = np.arange(count, dtype=np.int32)
         self._model.step(
             self._kv,
@@ -104,9 +106,10 @@ class EncoderSteps:
             feature_rows=numbers,
             spans=spans,
             places=places,
-            kept=kept if self._kept else None,
+            kept=kept if layers else None,
+            kept_layers=self._kept,
         )
-        return states, kept.reshape(self._kept, *rows.shape)
+        return states, kept.reshape(layers, *rows.shape)
 
 
 def without_embedding(tensors: CoreTensors, hidden: int, pool: _core.Pool) -> CoreTensors:

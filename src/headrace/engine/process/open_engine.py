@@ -30,12 +30,14 @@ from headrace.engine.scheduling.step_plan import SchedulerLimits
 from headrace.engine.scheduling.step_time import StepTimeModel
 from headrace.engine.speculation.draft_model import DraftModelDrafter
 from headrace.engine.speculation.drafters import NgramDrafter
+from headrace.engine.speculation.eagle3_head import eagle3_head
 from headrace.engine.speculation.joined_layer import eagle_layer, prediction_layer
 from headrace.engine.speculation.layer_drafter import LayerDrafter
 from headrace.engine.speculation.medusa import MedusaDrafter
 from headrace.engine.speculation.speculator import DraftLength, Speculator
 from headrace.errors import RequestError
 from headrace.models.draft_heads import EagleLayer, open_draft_heads
+from headrace.models.eagle3_layer import Eagle3Layer
 from headrace.models.formats.model_weights import content_digest
 from headrace.models.key_offsets import offsets_of
 from headrace.models.model_folder import ModelFolder, find_model, open_model, with_expanded_kv
@@ -226,6 +228,8 @@ def _speculator(
         precision = parse_precision(variant.draft_weights or _HEADS_WEIGHTS, parameter="draft_weights")
         if isinstance(heads, EagleLayer):
             return Speculator(LayerDrafter(eagle_layer(executor, heads, precision)), lengths)
+        if isinstance(heads, Eagle3Layer):
+            return Speculator(LayerDrafter(eagle3_head(executor, heads, precision)), lengths)
         return Speculator(MedusaDrafter(executor, heads, precision), lengths)
     if variant.speculation == "none" or variant.draft_model is None:
         return None

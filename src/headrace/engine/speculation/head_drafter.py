@@ -24,11 +24,13 @@ class HeadDrafter(ABC):
 
     free = False
     reads_prompts = False  # whether it wants the hidden states of all tokens, not only of those with results
+    reads: tuple[int, ...] = ()  # layers of the model: what they begin with is wanted beside the final states
 
     @abstractmethod
     def read_states(self, sequence: SequenceState, first: int, states: Floats) -> None:
-        """Take the hidden states of the tokens `first`, `first` + 1, ... that the step verified. The last one's result
-        is the sequence's newest token, unless a grammar forced more or it is a part of the prompt."""
+        """Take the hidden states of the tokens `first`, `first` + 1, ... that the step verified: what the
+        layers in `reads` began with, then the final ones, side by side. The last one's result is the sequence's newest
+        token, unless a grammar forced more or it is a part of the prompt."""
 
     @abstractmethod
     def pass_seconds(self, sequences: int) -> float: ...

@@ -7,7 +7,7 @@ the layer's executor. Does not draft.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 import numpy as np
@@ -15,11 +15,54 @@ from numpy.typing import NDArray
 
 import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
+from headrace.engine.executors.executor import StepResult
 from headrace.engine.speculation.head_drafter import Floats
 from headrace.models.draft_heads import EagleLayer
 from headrace.models.own_module import OwnModule
 from headrace.models.precision import Precision
 from headrace.models.prediction_module import JOIN, STATE_NORM, TOKEN_NORM
+
+
+class DraftLayer(Protocol):
+    """A layer that drafts from a token's embedding and the hidden state before it."""
+
+    @property
+    def target(self) -> CpuExecutor: ...
+
+    @property
+    def executor(self) -> CpuExecutor: ...
+
+    @property
+    def tokens(self) -> NDArray[np.int32] | None:
+        """Those that it chooses from; None: all."""
+        ...
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The model's layers that begin with the states that it reads; none: it reads the final states."""
+        ...
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether its context was the whole text when it was trained, not only the answer."""
+        ...
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether a step of its executor returns logits, not only its hidden states."""
+        ...
+
+    def joined(self, states: Floats) -> Floats:
+        """Return what `features` takes for the model's hidden states."""
+        ...
+
+    def features(self, tokens: NDArray[np.int32], states: Floats) -> Floats:
+        """Return what the layer reads for tokens and the states before them, which may be its own."""
+        ...
+
+    def results(self, result: StepResult) -> tuple[Floats, Floats]:
+        """Return the logits of a step's rows, and the layer's own states that its next drafts read."""
+        ...
 
 
 class JoinedLayer(msgspec.Struct):
@@ -30,7 +73,12 @@ class JoinedLayer(msgspec.Struct):
     token_norm: Floats | None = None  # weights of the RMS norms before; None: there are no such norms
     state_norm: Floats | None = None
     tokens: NDArray[np.int32] | None = None  # that the layer chooses from; None: all
-    reads_prompts: bool = False  # its context was the whole text when it was trained, not only the answer
+    reads_prompts: bool = False
+    reads: tuple[int, ...] = ()
+    has_logits: bool = True
+
+    def joined(self, states: Floats) -> Floats:
+        return states
 
     def features(self, tokens: NDArray[np.int32], states: Floats) -> Floats:
         """Return what the layer reads for tokens and the hidden states before them, [tokens, hidden]."""
@@ -38,12 +86,16 @@ class JoinedLayer(msgspec.Struct):
         embedded = products.embeddings(tokens)
         if self.token_norm is not None and self.state_norm is not None:
             eps = self.target.spec.norm_eps
-            embedded = _rms_norm(embedded, self.token_norm, eps)
-            states = _rms_norm(states, self.state_norm, eps)
+            embedded = rms_norm(embedded, self.token_norm, eps)
+            states = rms_norm(states, self.state_norm, eps)
         joined = products.multiply(self.join, np.concatenate([embedded, states], axis=1), states.shape[1])
         if self.bias is not None:
             joined += self.bias
         return joined
+
+    def results(self, result: StepResult) -> tuple[Floats, Floats]:
+        assert result.final_states is not None
+        return result.values, result.final_states
 
 
 def eagle_layer(target: CpuExecutor, layer: EagleLayer, precision: Precision) -> JoinedLayer:
@@ -73,6 +125,6 @@ def prediction_layer(target: CpuExecutor, own: OwnModule, *, cache: Path | None 
     )
 
 
-def _rms_norm(rows: Floats, weights: Floats, eps: float) -> Floats:
+def rms_norm(rows: Floats, weights: Floats, eps: float) -> Floats:
     scale = np.sqrt(np.mean(rows * rows, axis=-1, keepdims=True) + np.float32(eps))
     return rows / scale * weights

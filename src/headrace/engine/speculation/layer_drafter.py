@@ -1,8 +1,8 @@
-"""Drafts with one layer (see `joined_layer.py`), which reads its own drafts.
+"""Drafts with one layer (see `joined_layer.py` and `eagle3_head.py`), which reads its own drafts.
 
 Owns the layer's KV blocks. All sequences are drafted together, one token per pass. The context of an EAGLE layer begins
-with the newest token of the prompt. That of a prediction module is the whole text, but for a beginning whose KV the
-model found in its cache: its hidden states are not computed.
+with the newest token of the prompt. That of a prediction module or an EAGLE-3 layer is the whole text, but for a
+beginning whose KV the model found in its cache: its hidden states are not computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.engine.scheduling.step_time import StepTimeModel, pairs_of
 from headrace.engine.speculation.draft_model import Constrain
 from headrace.engine.speculation.drafters import DraftRequests, sample_rows
 from headrace.engine.speculation.head_drafter import DraftChoice, Floats, HeadDrafter
-from headrace.engine.speculation.joined_layer import JoinedLayer
+from headrace.engine.speculation.joined_layer import DraftLayer
 
 _FEW: Final = 32  # tokens of a prompt that may wait for the next draft
 
@@ -86,12 +86,14 @@ class _Work(msgspec.Struct, eq=False):
 
 
 class LayerDrafter(HeadDrafter):
-    def __init__(self, joined: JoinedLayer) -> None:
-        self._joined = joined
-        self.reads_prompts = joined.reads_prompts
-        self._layer = joined.executor
-        self._hidden = joined.executor.spec.hidden_size
-        self._choice = DraftChoice(joined.target, joined.tokens)
+    def __init__(self, layer: DraftLayer) -> None:
+        self._reader = layer
+        self.reads_prompts = layer.reads_prompts
+        self.reads = layer.reads
+        self._width = max(1, len(layer.reads)) * layer.target.spec.hidden_size  # of the states that it reads
+        self._layer = layer.executor
+        self._hidden = layer.executor.spec.hidden_size
+        self._choice = DraftChoice(layer.target, layer.tokens)
         self.constrain: Constrain | None = None  # returns the grammar mask after a sequence's tokens and drafts
         self._free = list(range(self._layer.capacity.blocks))
         self._pasts: OrderedDict[int, _Past] = OrderedDict()  # least recently drafted first
@@ -108,7 +110,7 @@ class LayerDrafter(HeadDrafter):
             past = None
         if past is None:
             past = self._pasts[id(sequence)] = _Past(sequence, first)
-        past.add(states.copy())
+        past.add(states[:, : self._width].copy())
         # While nothing is drafted, keep no more than a pass can read.
         most = self._layer.capacity.max_rows
         while self.reads_prompts and past.waits > _FEW and self._absorb(past):
@@ -148,7 +150,7 @@ class LayerDrafter(HeadDrafter):
         total = past.computed + len(states) + most - 1
         if total > capacity.context or not self._grow(past, -(-total // capacity.block_tokens)):
             return None
-        return _Work(past, most, tokens[len(tokens) - len(states) :], states)
+        return _Work(past, most, tokens[len(tokens) - len(states) :], self._reader.joined(states))
 
     def _grow(self, past: _Past, blocks: int) -> bool:
         while len(past.blocks) < blocks:
@@ -176,13 +178,13 @@ class LayerDrafter(HeadDrafter):
             taken.append(work)
         parts = [_Part(work.past, work.past.computed + work.ahead, work.tokens, work.states) for work in taken]
         result = self._run(parts, is_last=True)
-        assert result.final_states is not None
+        logits, states = self._reader.results(result)
         for work, part in zip(taken, parts, strict=True):
             if work.drafts:
                 work.ahead += len(part.tokens)
             else:
                 work.past.advance(len(part.tokens))
-        self._choose(taken, result.values, result.final_states)
+        self._choose(taken, logits, states)
         return [work for work in taken if work.tokens]
 
     def _absorb(self, past: _Past) -> bool:
@@ -196,7 +198,7 @@ class LayerDrafter(HeadDrafter):
         self._asked = {id(past.sequence)}
         if count <= 0 or total > capacity.context or not self._grow(past, -(-total // capacity.block_tokens)):
             return False
-        states = past.joined()[:count]
+        states = self._reader.joined(past.joined()[:count])
         self._run([_Part(past, past.computed, tokens[first : first + count], states)], is_last=False)
         past.advance(count)
         return True
@@ -212,6 +214,7 @@ class LayerDrafter(HeadDrafter):
             tables[place, : len(part.past.blocks)] = part.past.blocks
         tokens = np.array([token for part in parts for token in part.tokens], dtype=np.int32)
         starts = [part.start for part in parts]
+        has_logits = self._reader.has_logits
         batch = StepBatch(
             tokens=np.zeros(rows, dtype=np.int32),
             offsets=np.concatenate([np.zeros(1, np.int32), ends]),
@@ -219,9 +222,10 @@ class LayerDrafter(HeadDrafter):
             block_tables=tables,
             rope_variants=np.zeros(len(parts), dtype=np.int32),
             wanted=ends - 1 if is_last else ends[:0],
-            features=self._joined.features(tokens, np.concatenate([part.states for part in parts])),
+            hidden=not has_logits,
+            features=self._reader.features(tokens, np.concatenate([part.states for part in parts])),
             feature_rows=np.arange(rows, dtype=np.int32),
-            final_states=np.empty((len(parts), self._hidden), dtype=np.float32) if is_last else None,
+            final_states=np.empty((len(parts), self._hidden), dtype=np.float32) if is_last and has_logits else None,
         )
         result = self._layer.collect(self._layer.launch(batch))
         if is_last:
