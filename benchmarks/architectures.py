@@ -51,7 +51,7 @@ def row(name: str) -> str:
             same += int((likeliest == np.array(answer)).sum())
         spec = opened.spec
         weights = executor.load_report.weight_bytes / (4 * sum(map(math.prod, opened.shapes.values())))
-        kv = executor.kv_bytes_per_token / (4 * sum(heads * (key + value) for heads, key, value in spec.kv_shapes))
+        kv = executor.kv_bytes_per_token / (4 * spec.kv_numbers)
         executor.close()
     of = ANSWER * len(LENGTHS)
     return f"| `{name}` | `{TINY[name].architecture}` | {error:.1e} | {same} of {of} | {weights:.2f} | {kv:.2f} |"

@@ -76,7 +76,7 @@ class Engine:
         self._tensors = random_tensors(spec, weights, pool)
         self._model = _core.Model(describe(spec), self._tensors, pool, ROWS, isa)
         self.blocks = (max(CONTEXTS) + ROWS) // _core.BLOCK
-        self._kv = _core.Kv(spec.kv_shapes, self.blocks, kv)
+        self._kv = _core.Kv(spec.kv_shapes, self.blocks, kv, spec.values_in_keys)
         self.step(0, _core.BLOCK)
         for block in range(1, self.blocks):
             self._kv.copy_block(0, block)

@@ -73,8 +73,14 @@ void Model::split_heads(const StepArgs& args, const Layer& layer, int64_t index)
       }
       for (size_t i = 0; i < layer.key_offsets.size(); ++i) k[i] -= layer.key_offsets[i];
       if (layout.rotated) {
-        for (int64_t h = 0; h < w_.heads + kv_heads; ++h) kernels_.rotate(layer.key_rotation->view(), q + h * size);
-        for (int64_t h = 0; h < kv_heads; ++h) kernels_.rotate(layer.value_rotation->view(), v + h * value_size);
+        for (int64_t h = 0; h < w_.heads + kv_heads; ++h) {
+          float* x = q + h * size;
+          kernels_.rotate(layer.key_rotation->view(), x);
+          if (layout.values_in_keys) kernels_.rotate(layer.value_rotation->view(), x + layout.first_value());
+        }
+        for (int64_t h = 0; h < kv_heads && !layout.values_in_keys; ++h) {
+          kernels_.rotate(layer.value_rotation->view(), v + h * value_size);
+        }
       }
       const int32_t block = args.block_tables[row.sequence * args.table_stride + row.position / kBlock];
       for (int64_t h = 0; h < kv_heads; ++h) {

@@ -91,7 +91,7 @@ inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, f
     case KvType::kFp8:
     case KvType::kInt4: {
       // A token's scale goes into its keys: 16 tokens lie side by side.
-      const F16 scale = load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset));
+      const F16 scale = load_f16(layout.key_scales(record));
       for (int64_t d = 0; d < layout.padded_size; d += 4) {
         F16 quad[4];
         load_quads(layout.type, record, d / 4, quad);
@@ -125,7 +125,7 @@ inline const float* expand_values(const KvLayout& layout, const uint8_t* record,
     case KvType::kInt4: {
       const uint8_t* values = record + layout.values_offset;
       float scales[kBlock];
-      store(scales, load_f16(reinterpret_cast<const uint16_t*>(record + layout.scales_offset) + kBlock));
+      store(scales, load_f16(layout.value_scales(record)));
       for (int64_t t = 0; t < kBlock; t += 4) {
         for (int64_t d = 0; d < size; d += 16) {
           F16 quad[4];
@@ -148,41 +148,86 @@ struct Buffers {
   float* value_scales;
 };
 
+// Sixteen values from dim `d` on, of sixteen tokens side by side: what `keys` ([dims][16 tokens]) have in their last
+// dims. Beyond the size of a value they are zero.
+inline void turn_values(const KvLayout& layout, const float* keys, int64_t d, float* out, int64_t stride) {
+  const float* rows = keys + (layout.first_value() + d) * kBlock;
+  if (layout.value_size - d >= 16) return transpose(rows, out, stride);
+  float some[16 * kBlock] = {};
+  for (int64_t i = 0; i < (layout.value_size - d) * kBlock; ++i) some[i] = rows[i];
+  transpose(some, out, stride);
+}
+
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Singles>& chunk) {
   const int64_t token = block * kBlock;
   chunk.keys[block] = expand_keys(layout, record, buffers.keys + token * layout.padded_size);
-  chunk.values[block] = expand_values(layout, record, buffers.values + token * layout.padded_value_size);
+  float* values = buffers.values + token * layout.padded_value_size;
+  if (!layout.values_in_keys) {
+    chunk.values[block] = expand_values(layout, record, values);
+    return;
+  }
+  for (int64_t d = 0; d < layout.padded_value_size; d += 16) {
+    turn_values(layout, chunk.keys[block], d, values + d, layout.padded_value_size);
+  }
+  chunk.values[block] = values;
 }
 
 #if defined(HEADRACE_BF16_ATTENTION)
+// A block's values that are the last dims of its keys, by pairs of tokens: [8 token pairs][depth][2], without scales.
+// `keys`: room for the keys of a block in floats.
+inline void pair_values(const KvLayout& layout, const uint8_t* record, int64_t depth, float* keys, uint16_t* values) {
+  const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record);
+  for (int64_t d = layout.first_value() / 4 * 4; d < layout.padded_size; d += 4) {
+    F16 quad[4];
+    if (layout.has_scales()) {
+      load_quads(layout.type, record, d / 4, quad);
+    } else {
+      load_bf16_pairs(pairs + d * kBlock, quad[0], quad[1]);
+      load_bf16_pairs(pairs + (d + 2) * kBlock, quad[2], quad[3]);
+    }
+    for (int j = 0; j < 4; ++j) store(keys + (d + j) * kBlock, quad[j]);
+  }
+  for (int64_t d = 0; d < layout.padded_value_size; d += 16) {
+    float turned[16 * kBlock];
+    turn_values(layout, keys, d, turned, 16);
+    for (int64_t t = 0; t < kBlock; t += 2) {
+      store_pairs(values + t * depth + d * 2, pair_exact(load(turned + t * 16), load(turned + (t + 1) * 16)));
+    }
+  }
+}
+
 inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
                        Chunk<Twos>& chunk) {
   const int64_t size = layout.padded_size;
   const int64_t value_size = layout.padded_value_size;
-  if (layout.type == KvType::kBf16) {
-    chunk.keys[block] = reinterpret_cast<const uint16_t*>(record);
-    chunk.values[block] = reinterpret_cast<const uint16_t*>(record + layout.values_offset);
-    return;
-  }
   uint16_t* keys = reinterpret_cast<uint16_t*>(buffers.keys) + block * kBlock * size;
   uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * value_size;
+  // Pairs take half of the buffer.
+  if (layout.values_in_keys) {
+    pair_values(layout, record, value_size, buffers.keys + kAttentionChunk / 2 * size, values);
+  }
+  if (layout.type == KvType::kBf16) {
+    chunk.keys[block] = reinterpret_cast<const uint16_t*>(record);
+    chunk.values[block] =
+        layout.values_in_keys ? values : reinterpret_cast<const uint16_t*>(record + layout.values_offset);
+    return;
+  }
   F16 quad[4];
   for (int64_t d = 0; d < size; d += 4) {
     load_quads(layout.type, record, d / 4, quad);
     store_pairs(keys + d * kBlock, pair_exact(quad[0], quad[1]));
     store_pairs(keys + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
   }
-  for (int64_t t = 0; t < kBlock; t += 4) {
+  for (int64_t t = 0; t < kBlock && !layout.values_in_keys; t += 4) {
     for (int64_t d = 0; d < value_size; d += 16) {
       load_quads(layout.type, record + layout.values_offset, value_quad(layout, t, d), quad);
       store_pairs(values + t * value_size + d * 2, pair_exact(quad[0], quad[1]));
       store_pairs(values + (t + 2) * value_size + d * 2, pair_exact(quad[2], quad[3]));
     }
   }
-  const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
-  store(buffers.key_scales + block * kBlock, load_f16(scales));
-  store(buffers.value_scales + block * kBlock, load_f16(scales + kBlock));
+  store(buffers.key_scales + block * kBlock, load_f16(layout.key_scales(record)));
+  store(buffers.value_scales + block * kBlock, load_f16(layout.value_scales(record)));
   chunk.keys[block] = keys;
   chunk.values[block] = values;
   chunk.key_scales = buffers.key_scales;

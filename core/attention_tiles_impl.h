@@ -37,10 +37,12 @@ inline const uint16_t* tiled_keys(const KvLayout& layout, const uint8_t* record,
   return buffer;
 }
 
-// Copies a block's values as tiles read them: [8 token pairs][depth][2].
-inline void tile_values(const KvLayout& layout, const uint8_t* record, int64_t depth, uint16_t* out) {
+// Copies a block's values as tiles read them: [8 token pairs][depth][2]. `keys`: see pair_values().
+inline void tile_values(const KvLayout& layout, const uint8_t* record, int64_t depth, float* keys, uint16_t* out) {
   const int64_t size = layout.padded_value_size;
-  if (layout.has_scales()) {
+  if (layout.values_in_keys) {
+    pair_values(layout, record, depth, keys, out);
+  } else if (layout.has_scales()) {
     for (int64_t t = 0; t < kBlock; t += 4) {
       for (int64_t d = 0; d < size; d += 16) {
         F16 quad[4];
@@ -87,7 +89,8 @@ struct TiledBuffers {
         values(queries + held * depth),
         keys(values + kAttentionChunk * value_depth),
         peaks(reinterpret_cast<float*>(keys + kAttentionChunk * depth)),
-        totals(peaks + held) {}
+        totals(peaks + held),
+        block_keys(totals + held) {}
 
   float* const outputs;       // [held][value depth]
   float* const scores;        // [held][64]; over a row's scores its weights
@@ -98,6 +101,7 @@ struct TiledBuffers {
   uint16_t* const keys;       // [4 blocks][depth/2][16 tokens][2], where they cannot be read from KV memory
   float* const peaks;         // [held]
   float* const totals;        // [held]
+  float* const block_keys;    // [depth][16 tokens]
 };
 
 // Scores of all rows, `at_once` by tiles, against the chunk's blocks first..last.
@@ -198,11 +202,10 @@ void attend_by_tiles(const AttentionArgs& args) {
       const uint8_t* record = args.layer_base + args.block_table[start / kBlock + block] * layout.block_bytes +
                               args.kv_head * layout.record_bytes;
       chunk.keys[block] = tiled_keys(layout, record, depth, buffers.keys + block * kBlock * depth);
-      tile_values(layout, record, value_depth, buffers.values + block * kBlock * value_depth);
+      tile_values(layout, record, value_depth, buffers.block_keys, buffers.values + block * kBlock * value_depth);
       if (layout.has_scales()) {
-        const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + layout.scales_offset);
-        store(buffers.key_scales + block * kBlock, load_f16(scales));
-        store(buffers.value_scales + block * kBlock, load_f16(scales + kBlock));
+        store(buffers.key_scales + block * kBlock, load_f16(layout.key_scales(record)));
+        store(buffers.value_scales + block * kBlock, load_f16(layout.value_scales(record)));
       }
     }
     // A weight of zero leaves out a token only if its value is finite. What no row sees is made so; where one row sees

@@ -24,10 +24,12 @@ int64_t bytes_per_block(const Kv& kv) { return kv.block_bytes(); }
 // Of each layer its KV heads, the size of a key and that of a value.
 using KvShapes = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
 
-std::vector<KvLayout> kv_layouts(const KvShapes& shapes, const std::string& type) {
+std::vector<KvLayout> kv_layouts(const KvShapes& shapes, const std::string& type, bool values_in_keys) {
   const KvType kind = kv_type_from_name(type);
   std::vector<KvLayout> layouts;
-  for (const auto& [heads, key, value] : shapes) layouts.push_back(KvLayout::of(heads, key, value, kind));
+  for (const auto& [heads, key, value] : shapes) {
+    layouts.push_back(KvLayout::of(heads, key, value, kind, values_in_keys));
+  }
   return layouts;
 }
 
@@ -76,20 +78,20 @@ void bind_memory(nb::module_& module) {
   nb::class_<Kv>(module, "Kv")
       .def(
           "__init__",
-          [](Kv* self, const KvShapes& shapes, int64_t blocks, const std::string& type) {
-            new (self) Kv(kv_layouts(shapes, type), blocks);
+          [](Kv* self, const KvShapes& shapes, int64_t blocks, const std::string& type, bool values_in_keys) {
+            new (self) Kv(kv_layouts(shapes, type, values_in_keys), blocks);
           },
-          "shapes"_a, "blocks"_a, "type"_a)
+          "shapes"_a, "blocks"_a, "type"_a, "values_in_keys"_a = false)
       .def_prop_ro("blocks", &Kv::blocks)
       .def_prop_ro("bytes_per_block", &bytes_per_block)
       .def_static(
           "block_bytes",
-          [](const KvShapes& shapes, const std::string& type) {
+          [](const KvShapes& shapes, const std::string& type, bool values_in_keys) {
             int64_t bytes = 0;
-            for (const KvLayout& layout : kv_layouts(shapes, type)) bytes += layout.block_bytes;
+            for (const KvLayout& layout : kv_layouts(shapes, type, values_in_keys)) bytes += layout.block_bytes;
             return bytes;
           },
-          "shapes"_a, "type"_a)
+          "shapes"_a, "type"_a, "values_in_keys"_a = false)
       .def(
           "copy_block",
           [](Kv& kv, int64_t source, int64_t target) {

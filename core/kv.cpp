@@ -23,26 +23,30 @@ KvType kv_type_from_name(const std::string& name) {
   throw std::invalid_argument("unknown KV type '" + name + "': expected f32, bf16, int8, fp8 or int4");
 }
 
-KvLayout KvLayout::of(int64_t heads, int64_t head_size, int64_t value_size, KvType type) {
+KvLayout KvLayout::of(int64_t heads, int64_t head_size, int64_t value_size, KvType type, bool values_in_keys) {
   constexpr int64_t kMostSize = 1024;
   if (heads < 1 || heads > 4096 || head_size < 1 || head_size > kMostSize || value_size < 1 || value_size > kMostSize) {
     throw std::invalid_argument("KV sizes out of range");
   }
+  if (values_in_keys && value_size > head_size) throw std::invalid_argument("values are wider than keys");
   KvLayout layout;
   layout.type = type;
+  layout.values_in_keys = values_in_keys;
   layout.heads = heads;
   layout.head_size = head_size;
   layout.padded_size = round_up(head_size, 16);
   layout.value_size = value_size;
   layout.padded_value_size = round_up(value_size, 16);
   const int64_t bits = type == KvType::kF32 ? 32 : type == KvType::kBf16 ? 16 : type == KvType::kInt4 ? 4 : 8;
+  const int64_t turned = values_in_keys ? head_size - value_size : head_size;
   layout.rotated =
-      (type == KvType::kInt8 || type == KvType::kInt4) && Rotation::fits(head_size) && Rotation::fits(value_size);
+      (type == KvType::kInt8 || type == KvType::kInt4) && Rotation::fits(turned) && Rotation::fits(value_size);
   layout.value_columns = layout.padded_value_size / 16;
   if (type == KvType::kInt4) layout.value_columns = round_up(layout.value_columns, 2);
   layout.values_offset = kBlock * layout.padded_size * bits / 8;
-  layout.scales_offset = layout.values_offset + kBlock * layout.value_columns * 16 * bits / 8;
-  layout.record_bytes = layout.scales_offset + (layout.has_scales() ? 2 * kBlock * 2 : 0);
+  layout.scales_offset = layout.values_offset;
+  if (!values_in_keys) layout.scales_offset += kBlock * layout.value_columns * 16 * bits / 8;
+  layout.record_bytes = layout.scales_offset + (layout.has_scales() ? 2 * kBlock * 2 : 0);  // of whole lines
   layout.block_bytes = layout.record_bytes * heads;
   return layout;
 }
@@ -146,9 +150,10 @@ inline Scales write_scales(const KvLayout& layout, uint8_t* record, int64_t slot
     return scale_of(code > 0.0f && found < 0.0f ? -found : found, code);
   };
   const Scale of_key = scale(key, layout.head_size);
-  const Scale of_value = scale(value, layout.value_size);
   uint16_t* scales = reinterpret_cast<uint16_t*>(record + layout.scales_offset);
   scales[slot] = of_key.bits;
+  if (layout.values_in_keys) return {of_key.inverse, of_key.inverse};
+  const Scale of_value = scale(value, layout.value_size);
   scales[kBlock + slot] = of_value.bits;
   return {of_key.inverse, of_value.inverse};
 }
@@ -161,6 +166,7 @@ void write_bytes(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
   for (int64_t d = 0; d < layout.padded_size; ++d) {
     record[(d / 4 * kBlock + slot) * 4 + d % 4] = d < layout.head_size ? code(key[d], scales.key) : zero;
   }
+  if (layout.values_in_keys) return;
   for (int64_t d = 0; d < layout.padded_value_size; ++d) {
     values[d * 4] = d < layout.value_size ? code(value[d], scales.value) : zero;
   }
@@ -177,6 +183,7 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
       float* keys = reinterpret_cast<float*>(record);
       float* values = reinterpret_cast<float*>(record + layout.values_offset) + slot * padded_values;
       for (int64_t d = 0; d < size; ++d) keys[d * kBlock + slot] = key[d];
+      if (layout.values_in_keys) return;
       std::memcpy(values, value, static_cast<size_t>(value_size) * sizeof(float));
       return;
     }
@@ -185,6 +192,7 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
       uint16_t* values =
           reinterpret_cast<uint16_t*>(record + layout.values_offset) + slot / 2 * padded_values * 2 + slot % 2;
       for (int64_t d = 0; d < size; ++d) keys[(d / 2 * kBlock + slot) * 2 + d % 2] = bf16_from_f32(key[d]);
+      if (layout.values_in_keys) return;
       for (int64_t d = 0; d < value_size; ++d) values[d * 2] = bf16_from_f32(value[d]);
       return;
     }
@@ -213,6 +221,7 @@ void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const fl
           record[(d / 8 * kBlock + slot) * 4 + i] = pair(key, size, d + i, d + 4 + i, scales.key);
         }
       }
+      if (layout.values_in_keys) return;
       for (int64_t d = 0; d < layout.value_columns * 16; d += 32) {
         for (int64_t i = 0; i < 16; ++i) {
           values[(d / 2 + i) * 4] = pair(value, value_size, d + i, d + 16 + i, scales.value);

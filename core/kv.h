@@ -16,6 +16,9 @@
 // int8 and int4 keep heads rotated (rotation.h), where their size allows it: an outlier among a head's channels would
 // set the step of all others. e4m3 numbers have steps of their own size and gain nothing by it.
 //
+// Where values are the last dims of keys, they lie there alone, and have the keys' scales. The two parts of such a key
+// are rotated apart.
+//
 // Keys have tokens side by side, so that a query meets 16 tokens at once; values have dims side by side. The pairs and
 // quads are what AMX and VNNI multiply.
 //
@@ -33,7 +36,7 @@ constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
 // Version of the record layout and of the arithmetic that fills it. Raise it when either changes: saved KV of another
 // version cannot be used.
-constexpr int64_t kKvLayoutVersion = 6;
+constexpr int64_t kKvLayoutVersion = 7;
 
 enum class KvType : int { kF32, kBf16, kInt8, kFp8, kInt4 };
 
@@ -46,17 +49,25 @@ struct KvLayout {  // of one layer
   int64_t padded_size = 0;
   int64_t value_size = 0;  // dims of a value
   int64_t padded_value_size = 0;
-  int64_t values_offset = 0;  // bytes from a record's start
-  int64_t scales_offset = 0;  // bytes
-  bool rotated = false;       // keys and values: so must queries be, and what attention gives is rotated back
-  int64_t value_columns = 0;  // of sixteen dims, where KV memory has codes: an even number of int4
+  int64_t values_offset = 0;    // bytes from a record's start
+  int64_t scales_offset = 0;    // bytes
+  bool values_in_keys = false;  // values are the last dims of keys
+  bool rotated = false;         // keys and values: so must queries be, and what attention gives is rotated back
+  int64_t value_columns = 0;    // of sixteen dims, where KV memory has codes: an even number of int4
   int64_t record_bytes = 0;
   int64_t block_bytes = 0;  // of all heads
 
+  int64_t first_value() const { return head_size - value_size; }  // dim of a key, where values are there
+  const uint16_t* key_scales(const uint8_t* record) const {
+    return reinterpret_cast<const uint16_t*>(record + scales_offset);
+  }
+  const uint16_t* value_scales(const uint8_t* record) const {
+    return key_scales(record) + (values_in_keys ? 0 : kBlock);
+  }
   bool has_scales() const { return type == KvType::kInt8 || type == KvType::kFp8 || type == KvType::kInt4; }
 
   // Throws std::invalid_argument on sizes that no model has.
-  static KvLayout of(int64_t heads, int64_t head_size, int64_t value_size, KvType type);
+  static KvLayout of(int64_t heads, int64_t head_size, int64_t value_size, KvType type, bool values_in_keys = false);
 };
 
 class Kv {
@@ -91,7 +102,8 @@ class Kv {
   uint8_t* data_;
 };
 
-// Stores one token's key and value of one head into slot 0..15 of a record, rounding to nearest.
+// Stores one token's key and value (unless it is in the key) of one head into slot 0..15 of a record, rounding to
+// nearest.
 void write_token(const KvLayout& layout, uint8_t* record, int64_t slot, const float* key, const float* value);
 
 }  // namespace headrace

@@ -54,7 +54,8 @@ void Model::expand_latents(const Layer& layer, int64_t rows) {
   });
 }
 
-// The same for a layer whose KV memory keeps the latent: queries as they meet it, one key, and one value.
+// The same for a layer whose KV memory keeps the latent: queries as they meet it, and one key, whose last dims are the
+// value.
 void Model::place_latents(const Layer& layer, int64_t rows) {
   const int64_t size = w_.head_size;
   const int64_t plain = size - w_.turning;
@@ -70,14 +71,12 @@ void Model::place_latents(const Layer& layer, int64_t rows) {
   norm_latents(layer.kv_latent_norm, queries + w_.turning, w_.latent, rows);
   pool_.run(rows, 1, [&](int64_t begin, int64_t end, int) {
     const size_t turning = static_cast<size_t>(w_.turning) * sizeof(float);
-    const size_t latent = static_cast<size_t>(w_.latent) * sizeof(float);
     for (int64_t r = begin; r < end; ++r) {
       float* q = qkv_.data() + r * qkv_pad_;
       float* k = q + w_.heads * layer.head_size;
       const float* normed = raised_.data() + r * pad_row(w_.latent);
       std::memcpy(k, latents_.data() + r * latents_pad_ + queries, turning);
-      std::memcpy(k + w_.turning, normed, latent);
-      std::memcpy(k + layer.head_size, normed, latent);
+      std::memcpy(k + w_.turning, normed, static_cast<size_t>(w_.latent) * sizeof(float));
       for (int64_t h = 0; h < w_.heads; ++h) {
         const float* head = heads + r * stride + h * size;
         std::memcpy(q + h * layer.head_size, head, turning);

@@ -217,8 +217,10 @@ void Model::size_heads() {
   for (Layer& layer : w_.layers) {
     qkv =
         std::max(qkv, (w_.heads * (1 + gates) + layer.kv_heads) * layer.head_size + layer.kv_heads * layer.value_size);
-    if (!Rotation::fits(layer.head_size) || !Rotation::fits(layer.value_size)) continue;
-    layer.key_rotation = &rotations_.try_emplace(layer.head_size, layer.head_size).first->second;
+    // A key whose last dims are the value has its two parts rotated apart.
+    const int64_t turned = w_.keeps_latent ? w_.turning : layer.head_size;
+    if (!Rotation::fits(turned) || !Rotation::fits(layer.value_size)) continue;
+    layer.key_rotation = &rotations_.try_emplace(turned, turned).first->second;
     layer.value_rotation = &rotations_.try_emplace(layer.value_size, layer.value_size).first->second;
   }
   qkv_pad_ = pad_row(qkv);

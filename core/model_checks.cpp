@@ -188,7 +188,8 @@ void Model::check_step(const StepArgs& args) const {
   auto misfits = [&](const Layer& layer) {
     if (!layer.attends) return false;
     const KvLayout& kv = args.kv->layout(layer.kv);
-    return kv.heads != layer.kv_heads || kv.head_size != layer.head_size || kv.value_size != layer.value_size;
+    return kv.heads != layer.kv_heads || kv.head_size != layer.head_size || kv.value_size != layer.value_size ||
+           kv.values_in_keys != w_.keeps_latent;
   };
   if (args.kv->layers() != kv_layers() || std::any_of(w_.layers.begin(), w_.layers.end(), misfits)) {
     refuse("the KV memory belongs to a model of another shape");

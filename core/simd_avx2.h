@@ -34,6 +34,34 @@ inline void store(float* p, F16 x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+// Eight rows of eight, which lie sixteen apart.
+inline void transpose8(const float* in, float* out, int64_t stride) {
+  __m256 halves[8], pairs[8];
+  for (int i = 0; i < 4; ++i) {  // rows i and i + 4, of which each half of a register has four values
+    const __m256 low = _mm256_castps128_ps256(_mm_loadu_ps(in + i * 16));
+    const __m256 high = _mm256_castps128_ps256(_mm_loadu_ps(in + i * 16 + 4));
+    halves[i] = _mm256_insertf128_ps(low, _mm_loadu_ps(in + (i + 4) * 16), 1);
+    halves[i + 4] = _mm256_insertf128_ps(high, _mm_loadu_ps(in + (i + 4) * 16 + 4), 1);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    pairs[i] = _mm256_unpacklo_ps(halves[i], halves[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(halves[i], halves[i + 1]);
+    pairs[i + 2] = _mm256_unpacklo_ps(halves[i + 2], halves[i + 3]);
+    pairs[i + 3] = _mm256_unpackhi_ps(halves[i + 2], halves[i + 3]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    _mm256_storeu_ps(out + i * stride, _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44));
+    _mm256_storeu_ps(out + (i + 1) * stride, _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee));
+    _mm256_storeu_ps(out + (i + 2) * stride, _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44));
+    _mm256_storeu_ps(out + (i + 3) * stride, _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee));
+  }
+}
+// Sixteen rows of sixteen: out[i * stride + j] = in[j * 16 + i].
+inline void transpose(const float* in, float* out, int64_t stride) {
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = 0; j < 16; j += 8) transpose8(in + j * 16 + i, out + i * stride + j, stride);
+  }
+}
 inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

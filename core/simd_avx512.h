@@ -33,6 +33,26 @@ using I16 = __m512i;
 inline F16 load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x); }
 inline F16 splat(float x) { return _mm512_set1_ps(x); }
+// Four values of each of the rows j, j + 4, j + 8 and j + 12 of sixteen.
+inline __m512 load_quarters(const float* in) {
+  __m512 rows = _mm512_castps128_ps512(_mm_loadu_ps(in));
+  rows = _mm512_insertf32x4(rows, _mm_loadu_ps(in + 64), 1);
+  rows = _mm512_insertf32x4(rows, _mm_loadu_ps(in + 128), 2);
+  return _mm512_insertf32x4(rows, _mm_loadu_ps(in + 192), 3);
+}
+// Sixteen rows of sixteen: out[i * stride + j] = in[j * 16 + i].
+inline void transpose(const float* in, float* out, int64_t stride) {
+  for (int i = 0; i < 16; i += 4) {
+    const __m512 first = load_quarters(in + i), second = load_quarters(in + 16 + i);
+    const __m512 third = load_quarters(in + 32 + i), fourth = load_quarters(in + 48 + i);
+    const __m512 low = _mm512_unpacklo_ps(first, second), high = _mm512_unpackhi_ps(first, second);
+    const __m512 other_low = _mm512_unpacklo_ps(third, fourth), other_high = _mm512_unpackhi_ps(third, fourth);
+    _mm512_storeu_ps(out + i * stride, _mm512_shuffle_ps(low, other_low, 0x44));
+    _mm512_storeu_ps(out + (i + 1) * stride, _mm512_shuffle_ps(low, other_low, 0xee));
+    _mm512_storeu_ps(out + (i + 2) * stride, _mm512_shuffle_ps(high, other_high, 0x44));
+    _mm512_storeu_ps(out + (i + 3) * stride, _mm512_shuffle_ps(high, other_high, 0xee));
+  }
+}
 inline F16 add(F16 x, F16 y) { return _mm512_add_ps(x, y); }
 inline F16 sub(F16 x, F16 y) { return _mm512_sub_ps(x, y); }
 inline F16 mul(F16 x, F16 y) { return _mm512_mul_ps(x, y); }

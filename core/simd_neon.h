@@ -52,6 +52,20 @@ inline void store(float* p, F16 x) {
   vst1q_f32(p + 8, x.c);
   vst1q_f32(p + 12, x.d);
 }
+inline void transpose4(const float* in, float* out, int64_t stride) {
+  const float32x4x2_t upper = vtrnq_f32(vld1q_f32(in), vld1q_f32(in + 16));
+  const float32x4x2_t lower = vtrnq_f32(vld1q_f32(in + 32), vld1q_f32(in + 48));
+  for (int i = 0; i < 2; ++i) {
+    vst1q_f32(out + i * stride, vcombine_f32(vget_low_f32(upper.val[i]), vget_low_f32(lower.val[i])));
+    vst1q_f32(out + (i + 2) * stride, vcombine_f32(vget_high_f32(upper.val[i]), vget_high_f32(lower.val[i])));
+  }
+}
+// Sixteen rows of sixteen: out[i * stride + j] = in[j * 16 + i].
+inline void transpose(const float* in, float* out, int64_t stride) {
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 16; j += 4) transpose4(in + j * 16 + i, out + i * stride + j, stride);
+  }
+}
 inline F16 splat(float x) {
   const float32x4_t all = vdupq_n_f32(x);
   return {all, all, all, all};

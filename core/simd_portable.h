@@ -34,6 +34,12 @@ struct I16 {
 inline F16 load(const float* p) { HEADRACE_LANES(p[i]); }
 inline void store(float* p, const F16& a) { std::memcpy(p, a.v, sizeof a.v); }
 inline F16 splat(float x) { HEADRACE_LANES(x); }
+// Sixteen rows of sixteen: out[i * stride + j] = in[j * 16 + i].
+inline void transpose(const float* in, float* out, int64_t stride) {
+  for (int64_t i = 0; i < 16; ++i) {
+    for (int64_t j = 0; j < 16; ++j) out[i * stride + j] = in[j * 16 + i];
+  }
+}
 inline F16 add(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] + b.v[i]); }
 inline F16 sub(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] - b.v[i]); }
 inline F16 mul(const F16& a, const F16& b) { HEADRACE_LANES(a.v[i] * b.v[i]); }

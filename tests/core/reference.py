@@ -266,12 +266,20 @@ def forward(
             q = q * (1 + spec.query_growth * np.log1p(steps))[:, None, None]
         if layer.rope is not None:
             q, k = (rotated(x, spec.ropes[layer.rope], variant) for x in (q, k))
-        turns = stored in (int8_kv, int4_kv) and not size % 16 and not value_size % 16
-        turn, turn_values = (rotation(wide) if turns else np.eye(wide) for wide in (size, value_size))
+        # The dims of a key that are rotated together.
+        parts = [size - value_size, value_size] if spec.values_in_keys else [size]
+        turns = stored in (int8_kv, int4_kv) and not any(wide % 16 for wide in (*parts, value_size))
+        turn_values, *turn_parts = (rotation(wide) if turns else np.eye(wide) for wide in (value_size, *parts))
+        turn = np.zeros((size, size))
+        for part, first in zip(turn_parts, (0, size - value_size), strict=False):
+            turn[first : first + len(part), first : first + len(part)] = part
         q, k, v = q @ turn, k @ turn, v @ turn_values
         # What a token's codes are multiplied by, where it has codes.
-        v_scale = f16_scale(v, LARGEST_CODE[stored])[..., 0] if stored in LARGEST_CODE else np.ones(v.shape[:2])
+        scaled = k if spec.values_in_keys else v
+        v_scale = f16_scale(scaled, LARGEST_CODE[stored])[..., 0] if stored in LARGEST_CODE else np.ones(v.shape[:2])
         k, v = stored(k), stored(v)
+        if spec.values_in_keys:
+            v = k[..., size - value_size :]
         repeat = spec.heads // kv_heads
         k, v, v_scale = (np.repeat(x, repeat, axis=1) for x in (k, v, v_scale))
         unit = 1 / math.log(2) if twos else 1.0

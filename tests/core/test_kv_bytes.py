@@ -48,6 +48,13 @@ def test_a_sequence_goes_on_from_blocks_of_another_memory_with_the_same_bits(typ
     assert same_bits(second.rows(tokens, (7, 3, 9, 1), computed=32), alone[32:])
 
 
+@pytest.mark.parametrize(("type", "size"), [("f32", 2304), ("bf16", 1152), ("int8", 580), ("fp8", 580), ("int4", 292)])
+def test_values_that_are_in_keys_take_no_memory(type: Any, size: int) -> None:
+    assert _core.Kv.block_bytes([(1, 576, 512)], type, values_in_keys=True) == 16 * size
+    with pytest.raises(ValueError, match="wider than keys"):
+        _core.Kv.block_bytes([(1, 16, 32)], type, values_in_keys=True)
+
+
 def test_read_only_bytes_of_any_address_are_taken() -> None:
     kv = memory()
     data = bytes(range(256)) * (kv.bytes_per_block // 256 + 1)

@@ -109,13 +109,18 @@ def spoil(tiny: Tiny) -> None:
     shapes = tiny.spec.kv_shapes
     size, value_size = shapes[0][1:]
     latent = None if value_size == size else LatentSpec(rank=2, turning=1, value_size=value_size, kept=False)
+    if tiny.spec.values_in_keys:
+        latent = LatentSpec(rank=value_size, turning=size - value_size, value_size=1)
+        size = latent.turning + 1
     model = spec(
         hidden_size=2,
         vocab_size=2,
         heads=math.lcm(*(heads for heads, _, _ in shapes)),
         kv_heads=shapes[0][0],
         head_size=size,
-        layers=tuple(LayerSpec(rope=None, kv_heads=heads, head_size=wide) for heads, wide, _ in shapes),
+        layers=tuple(
+            LayerSpec(rope=None, kv_heads=heads, head_size=size if latent else wide) for heads, wide, _ in shapes
+        ),
         latent=latent,
         pre_norm=False,
         final_norm=False,

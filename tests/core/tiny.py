@@ -390,7 +390,7 @@ class Tiny:
         self.pool = pool or _core.Pool(threads)
         held = packed_model(model, format, group) if tensors is None else tensors
         self.model = _core.Model(describe(model), held, self.pool, max_rows, isa)
-        self.kv = _core.Kv(model.kv_shapes, blocks, kv)
+        self.kv = _core.Kv(model.kv_shapes, blocks, kv, model.values_in_keys)
 
     def step(self, shares: Sequence[Share], wanted: Iterable[int] | None = None, *, hidden: bool = False) -> Floats:
         """One step; the logits (or final hidden states) of the wanted rows, by default of all."""

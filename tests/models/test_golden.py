@@ -104,7 +104,7 @@ def test_the_latent_of_keys_and_values_may_be_expanded_in_kv_memory(tiny: Tiny, 
     folder, tokens = tiny("deepseek-v3").folder, prompt(40)
     executor = CpuExecutor.load(with_expanded_kv(open_model(folder)), **options)
     assert relative_error(logits(executor, [tokens])[0], tiny("deepseek-v3").logits(tokens)) < 1e-4
-    assert executors("deepseek-v3").kv_bytes_per_token == 4 * 3 * (48 + 48)  # a rank of 40, with 8 dims that turn
+    assert executors("deepseek-v3").kv_bytes_per_token == 4 * 3 * 48  # layers, and a rank of 40 with 8 dims that turn
     assert executor.kv_bytes_per_token == 4 * 3 * 4 * (32 + 16)  # 4 heads, whose 24 and 12 dims are padded
     with LLM(folder, latent_kv=False, cache=False, **options) as llm:
         (answer,) = llm.generate([tokens], max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -56,7 +56,8 @@ def operations(spec: ModelSpec, tokens: int) -> float:
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> dict[KvType, float]:
-    return {kind: _core.Kv.block_bytes(spec.kv_shapes, kind) / _core.BLOCK for kind in get_args(KvType)}
+    shapes, shared = spec.kv_shapes, spec.values_in_keys
+    return {kind: _core.Kv.block_bytes(shapes, kind, shared) / _core.BLOCK for kind in get_args(KvType)}
 
 
 def floor(spec: ModelSpec, plan: WeightPlan, machine: Machine, bytes_per_second: float) -> Floor:

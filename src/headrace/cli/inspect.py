@@ -150,8 +150,8 @@ def _show(console: Console, spec: ModelSpec, machine: Machine, floors: list[Floo
         f"{spec.head_size}, vocabulary {spec.vocab_size:,}, context {spec.context:,}"
     )
     for (heads, key, value), count in Counter(spec.kv_shapes).items():
-        if spec.latent is not None and spec.latent.kept:
-            console.print(f"{count} layers keep a latent of {value} dims for all heads, in keys of {key} and as values")
+        if spec.values_in_keys:
+            console.print(f"{count} layers keep a latent of {value} dims and {key - value} dims of keys, for all heads")
         elif (heads, key, value) != (spec.kv_heads, spec.head_size, spec.head_size):
             sizes = f"{key}" if key == value else f"{key} for keys and {value} for values"
             console.print(f"{count} layers keep KV in {heads} heads of {sizes}")

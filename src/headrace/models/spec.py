@@ -359,13 +359,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(own if self.causal else own[:1])
 
     @property
+    def values_in_keys(self) -> bool:
+        """True if values are the last dims of keys, and KV memory has them once."""
+        return self.latent is not None and self.latent.kept
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that KV memory holds of a token."""
+        return sum(heads * (key + (0 if self.values_in_keys else value)) for heads, key, value in self.kv_shapes)
+
+    @property
     def kv_layers(self) -> int:
         """Layers in the KV memory."""
         return len(self.kv_shapes)
 
     def kv_shape(self, layer: LayerSpec) -> tuple[int, int, int]:
         """Return a layer's heads in KV memory, and the dims of a key and of a value."""
-        if (latent := self.latent) is not None and latent.kept:
+        if (latent := self.latent) is not None and self.values_in_keys:
             return 1, latent.turning + latent.rank, latent.rank
         return self.head_shape(layer)
 

@@ -235,10 +235,12 @@ def test_kv_memory_keeps_the_latent_of_deepseek(tiny: Tiny) -> None:
     reference = tiny("deepseek-v3")
     spec = open_model(reference.folder).spec
     assert spec.kv_shapes == ((1, 8 + 40, 40),) * len(spec.layers)
-    assert kv_bytes_per_token(spec)["f32"] == 4 * (48 + 48) * len(spec.layers)  # values padded to 48
+    assert spec.kv_numbers == (8 + 40) * len(spec.layers)
+    assert kv_bytes_per_token(spec)["f32"] == 4 * spec.kv_numbers
     # Wider than a key of the core's KV memory.
     wide = spec_of(saved_config(reference) | {"kv_lora_rank": 1024}, reference.folder)
     assert wide.kv_shapes == ((4, 24, 12),) * len(spec.layers)
+    assert wide.kv_numbers == 4 * (24 + 12) * len(spec.layers)
 
 
 def test_layers_that_attend_are_counted_wherever_their_keys_are(tiny: Tiny) -> None:

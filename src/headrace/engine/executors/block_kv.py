@@ -24,18 +24,20 @@ Int32s = NDArray[np.int32]
 KvShapes = Sequence[tuple[int, int, int]]
 
 
-def block_bytes(shapes: KvShapes, kv: KvType, block_tokens: int) -> int:
+def block_bytes(shapes: KvShapes, kv: KvType, block_tokens: int, *, values_in_keys: bool = False) -> int:
     """Return the bytes of a block in all layers."""
-    return _core.Kv.block_bytes(shapes, kv) * (block_tokens // PAGE_TOKENS)
+    return _core.Kv.block_bytes(shapes, kv, values_in_keys) * (block_tokens // PAGE_TOKENS)
 
 
 class BlockKv:
-    def __init__(self, shapes: KvShapes, blocks: int, kv: KvType, *, block_tokens: int) -> None:
+    def __init__(
+        self, shapes: KvShapes, blocks: int, kv: KvType, *, block_tokens: int, values_in_keys: bool = False
+    ) -> None:
         self._shapes = shapes
         self._block_tokens = block_tokens
         self._pages = block_tokens // PAGE_TOKENS
         self._places = np.arange(self._pages, dtype=np.int32)
-        self.core = _core.Kv(shapes, blocks * self._pages, kv)
+        self.core = _core.Kv(shapes, blocks * self._pages, kv, values_in_keys)
         self._page_bytes = self.core.bytes_per_block
         self.block_bytes = self._pages * self._page_bytes
 

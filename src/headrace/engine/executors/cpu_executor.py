@@ -100,17 +100,21 @@ def _memory_need(
     blocks = _SEQUENCES * blocks_each if kv_tokens is None else max(blocks_each, -(-kv_tokens // block_tokens))
     drafts = 0
     if own is not None:
-        drafts = own.weight_bytes + blocks * block_bytes(own.folder.spec.kv_shapes, kv, block_tokens)
+        drafts = own.weight_bytes + blocks * _block_bytes(own.folder.spec, kv, block_tokens)
         drafts += latent_scratch(own.folder.spec, rows)
     return MemoryNeed(
         precision=plan.name,
         weights=packed_size(spec, folder.shapes, plan),
-        kv_token=block_bytes(spec.kv_shapes, kv, block_tokens) // block_tokens,
+        kv_token=_block_bytes(spec, kv, block_tokens) // block_tokens,
         kv_tokens=blocks * block_tokens,
         states=4 * spec.state_floats * state_slots(spec),
         drafts=drafts,
         scratch=latent_scratch(spec, rows),
     )
+
+
+def _block_bytes(spec: ModelSpec, kv: KvType, block_tokens: int) -> int:
+    return block_bytes(spec.kv_shapes, kv, block_tokens, values_in_keys=spec.values_in_keys)
 
 
 def state_slots(spec: ModelSpec) -> int:
@@ -198,7 +202,13 @@ class CpuExecutor:
         self.offsets_digest = "" if offsets is None else offsets.digest
         self._tensors = tensors
         self._model = _core.Model(describe(spec), tensors.tensors, pool, capacity.max_rows, isa)
-        self._kv = BlockKv(spec.kv_shapes, capacity.blocks, kv, block_tokens=capacity.block_tokens)
+        self._kv = BlockKv(
+            spec.kv_shapes,
+            capacity.blocks,
+            kv,
+            block_tokens=capacity.block_tokens,
+            values_in_keys=spec.values_in_keys,
+        )
         self._states = _core.States(capacity.states, spec.state_floats) if spec.state_floats else None
         self._sampler = Sampler(spec.vocab_size, pool, isa)
         self._head = PooledHead(spec, tensors.tensors, isa)
