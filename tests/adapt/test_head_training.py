@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.adapt.head_examples import HeadExample, HeadModel, batches, choose_vocabulary
@@ -46,7 +47,7 @@ def recorded(tiny_folder: Path) -> Any:
         examples["medusa"] = examples["eagle"]
         every = np.arange(spec.vocab_size, dtype=np.int32)
         products = llm.opened.executor.products
-        model = HeadModel(every, products.embeddings(every), None, products.head_rows(every))
+        model = HeadModel(every, products.embeddings(every), None, products.head_rows(every), products.head_norm())
         yield llm, spec, model, examples
 
 
@@ -59,7 +60,18 @@ def network_of(kind: str, spec: ModelSpec, model: HeadModel, *, count: int = 2, 
         )
     config = ConfigJson(eagle3_config(spec, base="t", vocabulary=spec.vocab_size), path=Path())
     own = eagle3_spec(config, spec, spec.vocab_size)
-    return Eagle3Network(own, chosen_layers(len(spec.layers)), model.head, seed)
+    return Eagle3Network(own, chosen_layers(len(spec.layers)), model.head, model.norm, seed)
+
+
+def test_an_eagle3_layer_begins_with_the_models_norm_and_head(recorded: Any, tiny_folder: Path) -> None:
+    _, spec, model, _ = recorded
+    stored: dict[str, Any] = {}
+    for file in tiny_folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    norm = stored["model.norm.weight"].float().numpy()
+    trained = network_of("eagle3", spec, model).trained
+    assert np.array_equal(trained["norm"].detach().numpy(), norm)
+    assert np.array_equal(trained["head"].detach().numpy(), model.head)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

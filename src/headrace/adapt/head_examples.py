@@ -32,6 +32,7 @@ class HeadModel(NamedTuple):
     embeddings: Floats  # of these, [tokens, hidden]
     tokens: NDArray[np.int32] | None  # that heads choose from, ascending; None: all
     head: Floats  # of these, [tokens, hidden]
+    norm: Floats  # factors of the norm before the head, [hidden]
 
 
 def choose_vocabulary(texts: Iterable[Sequence[int]], vocab_size: int, most: int) -> NDArray[np.int32] | None:

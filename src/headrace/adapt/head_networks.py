@@ -179,17 +179,24 @@ class EagleNetwork(_LayerNetwork):
 
 
 class Eagle3Network(_LayerNetwork):
-    def __init__(self, spec: ModelSpec, reads: tuple[int, ...], head: NDArray[np.float32], seed: int) -> None:
-        """`reads` are the model's layers whose input it reads. `head` are the rows of the model's, which its own
-        begins with."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reads: tuple[int, ...],
+        head: NDArray[np.float32],
+        norm: NDArray[np.float32],
+        seed: int,
+    ) -> None:
+        """`reads` are the model's layers whose input it reads. `head` are the rows of the model's and `norm` the
+        factors of the norm before them, which its own begin with."""
         super().__init__(spec, eagle3_shapes(spec), seed)
         size = spec.hidden_size
         self._reads = reads
         join = self._random(size, len(reads) * size)
         join[:, -size:] += torch.eye(size)  # it begins with the state of the highest layer
         self.trained["join"] = join.requires_grad_()
-        for name in ("token_norm", "norm"):
-            self.trained[name] = torch.ones(size).requires_grad_()
+        self.trained["token_norm"] = torch.ones(size).requires_grad_()
+        self.trained["norm"] = torch.from_numpy(norm.copy()).requires_grad_()
         self.trained["head"] = torch.from_numpy(head.copy()).requires_grad_()
         self.own_head = self.trained["head"]
 

@@ -187,7 +187,9 @@ def _answer_prompts(
         products = llm.opened.executor.products
         embedded = np.unique(np.concatenate([each.tokens for each in [*train, *kept]])).astype(np.int32)
         every = np.arange(folder.spec.vocab_size, dtype=np.int32) if tokens is None else tokens
-        inputs = HeadModel(embedded, products.embeddings(embedded), tokens, products.head_rows(every))
+        inputs = HeadModel(
+            embedded, products.embeddings(embedded), tokens, products.head_rows(every), products.head_norm()
+        )
     return _Answers(train, kept, inputs)
 
 
@@ -217,7 +219,7 @@ def _train_network(
     else:
         config = eagle3_config(folder.spec, base=base, vocabulary=len(head))
         spec = eagle3_spec(ConfigJson(config, path=out), folder.spec, len(head))
-        network = Eagle3Network(spec, _reads(job.kind, folder), head, recipe.seed)
+        network = Eagle3Network(spec, _reads(job.kind, folder), head, answers.inputs.norm, recipe.seed)
     with EvaluationBar() as bar:
         pace, learnt = _Pace(0), 0
 

@@ -21,6 +21,7 @@ class SharedProducts:
         self.spec = spec
         self._embed = cast("_core.Packed", tensors["embed"])
         self._head = self._embed if spec.tied else cast("_core.Packed", tensors["head"])
+        self._norm = tensors.get("norm")
         self._pool = pool
         self._isa = isa
 
@@ -31,6 +32,11 @@ class SharedProducts:
     def head_rows(self, tokens: NDArray[np.int32]) -> Floats:
         """Return the head's rows for these tokens, [tokens, hidden]."""
         return self._head.unpack_rows(tokens)
+
+    def head_norm(self) -> Floats:
+        """Return the factors of the norm before the head, [hidden]: ones if it is no RMS norm."""
+        known = self.spec.final_norm and self.spec.norm == "rms" and isinstance(self._norm, np.ndarray)
+        return np.array(self._norm, np.float32) if known else np.ones(self.spec.hidden_size, np.float32)
 
     def head(self, tokens: NDArray[np.int32] | None, precision: Precision) -> _core.Packed:
         """Return the head for some tokens, in a precision; for all tokens it is the model's own."""
