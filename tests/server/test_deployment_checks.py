@@ -57,9 +57,15 @@ def test_the_image_part_counts_in_the_memory(check: Check, tmp_path: Path, monke
     assert found.endswith(f"tokens, besides {gib(image_bytes(folder, 'auto', 16384))} of the image part")
 
 
-def test_models_are_looked_for_and_opened(check: Check, tiny_folder: Path, copy_of: Callable[[Path], Path]) -> None:
+def test_models_are_looked_for_and_opened(
+    check: Check, tiny_folder: Path, copy_of: Callable[[Path], Path], tmp_path: Path
+) -> None:
     broken = copy_of(tiny_folder)
     (broken / "tokenizer.json").write_text("{")
+    several = tmp_path / "several"
+    several.mkdir()
+    for name in ("one.gguf", "two.gguf"):
+        (several / name).write_bytes(b"GGUF")
     found = check(f"""
 [models.mini]
 [models.tiny]
@@ -76,6 +82,8 @@ variants.int8 = {{ weights = "int8" }}
 [models.unnamed]
 [models.broken]
 path = "{broken}"
+[models.several]
+path = "{several}"
 [models.far]
 upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
 """)
@@ -89,6 +97,7 @@ upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
         "models.gone.path",
         "models.unnamed",
         "models.broken.path",
+        "models.several.path",
         "models.far.upstream.tokenizer",
     }
     assert found["models.gone.path"] == (
@@ -96,6 +105,7 @@ upstream = {{ url = "http://127.0.0.1:9", tokenizer = "/no/tokenizer" }}
         "hub or pypi:package"
     )
     assert "tokenizer.json" in found["models.broken.path"]
+    assert found["models.several.path"].endswith("several GGUF models. Pass one of them: one.gguf, two.gguf.")
 
 
 def test_a_missing_extra_is_named_with_its_command(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

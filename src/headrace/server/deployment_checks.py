@@ -75,7 +75,11 @@ def _encryption(variant: Variant, where: str, environ: Mapping[str, str]) -> Ite
 
 def _open(model: str, where: str, *, pull: bool) -> Generator[Finding, None, ModelFolder | None]:
     """Open a model's folder; the generator returns it, or None after a finding or for a model to download."""
-    path = local_model(model)
+    try:
+        path = local_model(model)
+    except HeadraceError as error:  # a folder of several models
+        yield where, str(error)
+        return None
     if path is None:
         if not is_downloadable(model):
             yield (
