@@ -55,7 +55,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (lambda layers: layers.pop("layers.0.key_offsets"), "no such tensor"),
         (
             lambda layers: layers.update({"layers.99.key_offsets": np.zeros((1, 1), np.float32)}),
-            "no layer with keys of this name",
+            "the file is of another model",
         ),
         (lambda layers: layers.update({"layers.0.key_offsets": np.zeros(4, np.float32)}), "Has shape 4. This model's"),
         (lambda layers: layers["layers.0.key_offsets"].fill(np.nan), "not within"),

@@ -87,7 +87,9 @@ def open_key_offsets(path: Path, spec: ModelSpec) -> KeyOffsets:
     shapes = key_shapes(spec)
     expected = {_NAME.format(layer): shape for layer, shape in shapes.items()}
     if other := next((name for name in file.tensors if name not in expected), None):
-        raise ModelError("The model has no layer with keys of this name.", path=path, tensor=other)
+        raise ModelError(
+            "The model has no layer with keys of this name: the file is of another model.", path=path, tensor=other
+        )
     layers: dict[int, Floats] = {}
     for layer, (name, shape) in zip(shapes, expected.items(), strict=True):
         values = file.dense(name)
