@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 TIMEOUT_S = 1800.0  # builds the core where no objects of it are left
 
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -192,8 +192,9 @@ def test_the_command_measures_the_mixture_and_writes_a_card(
     assert "cannot be combined with --neurons" in capsys.readouterr().err
     assert main([*arguments, "--split-experts", "4"]) == 2
     assert "Pass --active K too" in capsys.readouterr().err
-    assert main([*arguments, "--neurons", "64", "--shared", "2"]) == 2
-    assert "--shared is for --split-experts" in capsys.readouterr().err
+    for unused in (("--shared", "2"), ("--threads", "1"), ("--measure-tokens", "9"), ("--no-quality",)):
+        assert main([*arguments, "--neurons", "64", *unused]) == 2
+        assert f"{unused[0]} is for --split-experts" in capsys.readouterr().err
     assert (
         main([*arguments, "--split-experts", "4", "--shared", "2", "--active", "2", "--threads", "1", "--no-speed"])
         == 0

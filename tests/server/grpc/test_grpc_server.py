@@ -110,7 +110,8 @@ async def test_the_deadline_of_a_call_is_that_of_its_request_and_ends_it() -> No
         reading = asyncio.ensure_future(texts(far))
         first = await next_stream(running, 0)
         assert first.request.deadline is not None
-        assert 900 < first.request.deadline - time.monotonic() <= 1000
+        # gRPC sends three digits, rounded up.
+        assert 700 < first.request.deadline - first.request.arrival <= 1010
         say(first, "done", end=True)
         assert await reading == "done"
         near = client.stub.Generate(client.chat(deadline_ms=5000), timeout=1000)

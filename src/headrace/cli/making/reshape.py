@@ -42,7 +42,7 @@ def reshape(
     calibrate_tokens: int = 8192,
     window: int | None = None,
     measure: Path | None = None,
-    measure_tokens: int = 10000,
+    measure_tokens: int | None = None,
     quality: bool = True,
     speed: bool = True,
     restart: bool = False,
@@ -92,7 +92,7 @@ def reshape(
         Text or JSONL file to measure the result of --split-experts on. Default: a tenth of the calibration text, which
         is not calibrated on.
     measure_tokens
-        Measure on at most this many tokens.
+        Measure on at most this many tokens. Default: 10000.
     quality
         Measure the result of --split-experts against the original.
     speed
@@ -100,7 +100,7 @@ def reshape(
     restart
         Begin again, though OUT.partial has layers that --split-experts has finished.
     threads
-        Threads for the measurement. Default: the machine's cores.
+        Threads to measure the result of --split-experts with. Default: the machine's cores.
     """
     sizes = {"kv_heads": kv_heads, "heads": heads, "neurons": neurons}
     sizes |= {"experts": experts, "expert_neurons": expert_neurons}
@@ -116,15 +116,16 @@ def reshape(
             calibrate_tokens=calibrate_tokens,
             window=window,
             measure=measure,
-            measure_tokens=measure_tokens,
+            measure_tokens=10_000 if measure_tokens is None else measure_tokens,
             quality=quality,
             speed=speed,
             restart=restart,
             threads=threads,
         )
         return
-    _check_unused({"active": active is not None, "shared": shared is not None, "measure": measure is not None})
-    _check_unused({"restart": restart})
+    options = {"active": active, "shared": shared, "measure": measure, "measure-tokens": measure_tokens}
+    _check_unused({name: value is not None for name, value in {**options, "threads": threads}.items()})
+    _check_unused({"no-quality": not quality, "no-speed": not speed, "restart": restart})
     folder = open_model(find_model(model))
     sequences = calibration_sequences(folder, read_documents(calibrate or BUNDLED_TEXT), window, calibrate_tokens)
     shape = Shape(kv_heads=kv_heads, heads=heads, neurons=neurons, experts=experts, expert_neurons=expert_neurons)
@@ -152,7 +153,9 @@ def _check_alone(sizes: Mapping[str, int | None]) -> None:
 def _check_unused(given: Mapping[str, bool]) -> None:
     for name, is_given in given.items():
         if is_given:
-            raise RequestError(f"--{name} is for --split-experts. Pass --split-experts N too.", parameter=name)
+            raise RequestError(
+                f"--{name} is for --split-experts. Pass --split-experts N too.", parameter=name.removeprefix("no-")
+            )
 
 
 def _show(reports: list[LayerReport]) -> None:
