@@ -49,6 +49,7 @@ stage_s = 0.001
 promote = "auto"
 reference = "draft"
 pairs = 0.5
+when = "always"
 queue = 4096
 every_s = 0.1
 """
