@@ -21,7 +21,7 @@ import xllamacpp as xlc
 print(time.time(), time.process_time(), flush=True)
 params = xlc.CommonParams()
 params.model.path = sys.argv[1]
-params.n_ctx = 1024
+params.n_ctx = int(sys.argv[3])
 params.n_parallel = 1
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
 server = xlc.Server(params)
@@ -49,7 +49,7 @@ class LlamaServer:
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=600) as answer:
+        with urllib.request.urlopen(request, timeout=3600) as answer:
             return json.load(answer)
 
     def tokens(self, text: str, *, special: bool = False) -> list[int]:
@@ -78,9 +78,9 @@ class LlamaServer:
 
 
 @contextmanager
-def llama_server(file: Path, threads: int) -> Iterator[LlamaServer]:
+def llama_server(file: Path, threads: int, context: int = 1024) -> Iterator[LlamaServer]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, str(file), str(threads)],
+        [sys.executable, "-c", _SERVE, str(file), str(threads), str(context)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
