@@ -24,6 +24,7 @@ from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.draft_tensors import (
     Floats,
+    layer_config,
     layer_sources,
     read_floats,
     read_layer,
@@ -127,24 +128,7 @@ def write_eagle(out: Path, layer: EagleLayer, config: Mapping[str, object]) -> N
 
 def eagle_config(target: ModelSpec, *, base: str) -> dict[str, object]:
     """Return the config of a new layer for a model, with heads and sizes like the model's own."""
-    inner = target.intermediate_size or 4 * target.hidden_size
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "base_model_name_or_path": base,
-        "bias": True,
-        "head_dim": target.head_size,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": inner,
-        "max_position_embeddings": target.context,
-        "model_type": "llama",
-        "num_attention_heads": target.heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": target.kv_heads,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "vocab_size": target.vocab_size,
-    }
+    return {"architectures": ["LlamaForCausalLM"], "bias": True, **layer_config(target, base=base)}
 
 
 def eagle_spec(config: ConfigJson, target: ModelSpec, vocabulary: int) -> ModelSpec:

@@ -19,6 +19,25 @@ TensorSources = Mapping[str, tuple[str, ...]]  # canonical names, and the tensor
 _STORED: Final = {"i": ("I64", "<i8"), "f": ("F32", "<f4")}
 
 
+def layer_config(target: ModelSpec, *, base: str) -> dict[str, object]:
+    """Return what the configs of all new Llama layers for a model say: heads and sizes like the model's own."""
+    return {
+        "base_model_name_or_path": base,
+        "head_dim": target.head_size,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size or 4 * target.hidden_size,
+        "max_position_embeddings": target.context,
+        "model_type": "llama",
+        "num_attention_heads": target.heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": target.kv_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "vocab_size": target.vocab_size,
+    }
+
+
 def layer_sources(spec: ModelSpec, layer: str) -> dict[str, tuple[str, ...]]:
     """Return the sources of a Llama layer whose names on disk begin with `layer`, but for the norm of its attention."""
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"

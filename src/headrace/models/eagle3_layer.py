@@ -25,6 +25,7 @@ from headrace.errors import ModelError
 from headrace.models.config_json import ConfigJson
 from headrace.models.draft_tensors import (
     Floats,
+    layer_config,
     layer_sources,
     read_floats,
     read_layer,
@@ -101,24 +102,12 @@ def eagle3_config(target: ModelSpec, *, base: str, vocabulary: int) -> dict[str,
     reads = chosen_layers(len(target.layers))
     return {
         "architectures": [_ARCHITECTURES[0]],
-        "base_model_name_or_path": base,
         "draft_vocab_size": vocabulary,
         _IDS: list(reads),
         # SGLang counts the layers whose output they are.
         "eagle_config": {_IDS: [each - 1 for each in reads], "use_aux_hidden_state": True},
-        "head_dim": target.head_size,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size or 4 * target.hidden_size,
-        "max_position_embeddings": target.context,
-        "model_type": "llama",
-        "num_attention_heads": target.heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": target.kv_heads,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
-        "vocab_size": target.vocab_size,
+        **layer_config(target, base=base),
     }
 
 

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from headrace.bench.evaluation.documents import Document, read_documents
 from headrace.bench.evaluation.evaluation import (
-    EvaluationOptions,
     EvaluationProgress,
-    evaluate_variants,
 )
-from headrace.bench.evaluation.evaluation_table import markdown, show
 from headrace.cli.evaluate import EvaluationBar
 from headrace.cli.making.calibration_text import calibration_sequences, split_documents
 from headrace.cli.making.compress_format import (
@@ -32,10 +28,10 @@ from headrace.cli.making.compress_format import (
     sparse_recipe,
 )
 from headrace.cli.making.compress_target import parse_target, planned
+from headrace.cli.making.made_model import measure_made
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.compression import (
-    CompressedModel,
     LayerProgress,
     check_model,
     compress_model,
@@ -51,11 +47,9 @@ from headrace.engine.executors.memory import InsufficientMemoryError, gib, usabl
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_group
-from headrace.variant import Variant
 
 _WIDTH_OF: Final = {"nf4": "NF4 has 4 bits", "fp8": "FP8 has 8 bits"}
 _FEWER_TOKENS: Final = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)  # of calibration, that are offered
-_COLUMNS: Final = 100  # width of a table that is not printed on a terminal
 
 
 def compress(
@@ -209,7 +203,9 @@ def compress(
     table = ""
     if quality:
         where = measure.name if measure else f"a tenth of {name}"
-        table = _measure(model, compressed, held_out, where, speed=speed, tokens=measure_tokens, threads=threads)
+        table = measure_made(
+            model, compressed.folder, held_out, where, speed=speed, tokens=measure_tokens, threads=threads
+        )
     calibration = f"{counted:,} tokens of {name}" if recipe.calibrates else "none"
     write_card(
         compressed.folder,
@@ -298,27 +294,3 @@ def _recipe(
 def _group(folder: ModelFolder, names: Sequence[str]) -> int:
     """Return the largest group that divides the rows of every product; 0 if there is none."""
     return next((size for size in GROUPS if all(folder.shapes[name][1] % size == 0 for name in names)), 0)
-
-
-def _measure(
-    model: str,
-    compressed: CompressedModel,
-    documents: Sequence[Document],
-    source: str,
-    *,
-    speed: bool,
-    tokens: int,
-    threads: int | None,
-) -> str:
-    """Measure the compressed model against the original, print the table and return it as Markdown."""
-    with EvaluationBar() as bar:
-        report = evaluate_variants(
-            documents,
-            [Variant.of(str(compressed.folder), threads=threads, cache=False)],
-            source=source,
-            reference=Variant.of(model, threads=threads),
-            options=EvaluationOptions(speed=speed, tokens=tokens),
-            watch=bar.show,
-        )
-    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS))
-    return markdown(report)

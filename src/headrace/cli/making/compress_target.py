@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from headrace.cli.making.made_model import table_console
 from headrace.compress.bit_plan import CANDIDATES, BitPlan, plan_bits
 from headrace.compress.compression import kept_bytes
 from headrace.compress.recipe import KEPT, Recipe
@@ -19,7 +18,6 @@ from headrace.compress.sensitivity import ProductSensitivity, measure_sensitivit
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder
 
-_COLUMNS: Final = 100
 _SHOWN: Final = (3, 4, 8)  # bits whose cost the table has
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?)B?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -99,7 +97,7 @@ def _show(products: Sequence[ProductSensitivity], plan: BitPlan) -> None:
     for each in products:
         costs = (f"{each.kl[bits]:.1e}" for bits in _SHOWN)
         table.add_row(each.name, f"{each.weights:,}", *costs, str(plan.bits[each.name]))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS)
+    console = table_console()
     console.print(table)
     console.print(
         f"The plan has {plan.bits_per_weight:.2f} bits per weight with scales, and expects a KL of about "

@@ -7,24 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from headrace.bench.evaluation.documents import Document, read_documents
-from headrace.bench.evaluation.evaluation import EvaluationOptions, EvaluationProgress, evaluate_variants
-from headrace.bench.evaluation.evaluation_table import markdown, show
+from headrace.bench.evaluation.documents import read_documents
+from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
 from headrace.cli.making.calibration_text import calibration_sequences, split_documents
+from headrace.cli.making.made_model import measure_made, table_console
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.model_card import write_split_card
 from headrace.compress.recipe import SplitPlan
-from headrace.compress.reshape.splitting import SplitModel, split_model
+from headrace.compress.reshape.splitting import split_model
 from headrace.compress.work_folder import SplitReport
 from headrace.models.model_folder import find_model, open_model
-from headrace.variant import Variant
-
-_COLUMNS = 100  # width of a table that is not printed on a terminal
 
 
 def split(
@@ -65,7 +61,7 @@ def split(
     table = ""
     if quality:
         where = measure.name if measure else f"a tenth of {name}"
-        table = _measure(model, made, held_out, where, speed=speed, tokens=measure_tokens, threads=threads)
+        table = measure_made(model, made.folder, held_out, where, speed=speed, tokens=measure_tokens, threads=threads)
     counted = sum(len(sequence) for sequence in sequences)
     write_split_card(
         made.folder, folder, plan, made.reports, calibration=f"{counted:,} tokens of {name}", quality=table
@@ -87,28 +83,4 @@ def _show(reports: Sequence[SplitReport]) -> None:
     for each in reports:
         shares = (each.routed_size, each.kept, each.best, each.error)
         table.add_row(str(each.layer), *(f"{share * 100:.1f}" for share in shares))
-    Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS).print(table)
-
-
-def _measure(
-    model: str,
-    made: SplitModel,
-    documents: Sequence[Document],
-    source: str,
-    *,
-    speed: bool,
-    tokens: int,
-    threads: int | None,
-) -> str:
-    """Measure the mixture against the original, print the table and return it as Markdown."""
-    with EvaluationBar() as bar:
-        report = evaluate_variants(
-            documents,
-            [Variant.of(str(made.folder), threads=threads, cache=False)],
-            source=source,
-            reference=Variant.of(model, threads=threads),
-            options=EvaluationOptions(speed=speed, tokens=tokens),
-            watch=bar.show,
-        )
-    show(report, Console(highlight=False, width=None if sys.stdout.isatty() else _COLUMNS))
-    return markdown(report)
+    table_console().print(table)
