@@ -129,7 +129,7 @@ async def test_copies_wait_for_an_idle_server_unless_they_may_run_at_any_time(tm
                 await asyncio.sleep(0)
                 assert (canaries.copies.tokens_today, quality.values) == (0, 0)
                 running.server.context.running -= 1
-            await until(lambda: quality.values == 1)  # noqa: B023
+            await until(lambda rate=quality: rate.values == 1)
             running.server.context.running = 0
 
 
