@@ -5,7 +5,8 @@
 One client sends every request; each has a text of its own, so that no cache answers. Pairs are single streams, one
 after the other, the first of each pair by turns: the added times are medians of the differences within pairs. Rounds
 are `--streams` streams at once, by turns too: the throughput is that through Headrace over that without, in each round.
-vLLM's engine takes both cores of a small machine, so run nothing else, and believe the pairs more than the rounds.
+vLLM's engine takes both cores of a small machine, and what shares them with it waits for milliseconds: `--bind 0` keeps
+its threads on one core. Run nothing else, and believe the pairs more than the rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from client import Answer, Pool
 NAME: Final = "model"
 START_S: Final = 1800.0  # vLLM may compile for minutes
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-ON_CPU: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ON_CPU: Final = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def free_port() -> int:
@@ -82,7 +83,7 @@ def request(number: int, tokens: int) -> bytes:
 
 
 def checked(answer: Answer, tokens: int) -> Answer:
-    if answer.events < tokens:
+    if answer.events < tokens // 2:  # a busy engine sends some tokens together, and `ignore_eos` fixes their number
         raise RuntimeError(f"{answer.events} events for {tokens} tokens")
     return answer
 
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="at once in a round")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--bind", default="nobind", help="cores of vLLM's threads, such as '0': leaves the others free")
     parser.add_argument("--arguments", default="", help="more arguments of vLLM, such as '--enforce-eager'")
     parser.add_argument("--out", type=Path, help="results file")
     given = parser.parse_args()
@@ -169,8 +171,9 @@ def main() -> None:
         vllm += ["--host", "127.0.0.1", "--port", str(engine), "--served-model-name", NAME]
         vllm += ["--max-model-len", "512", "--max-num-seqs", str(max(8, given.streams)), *given.arguments.split()]
         serve = [sys.executable, "-m", "headrace", "serve", "--config", str(config)]
+        environ = {**OFFLINE, **ON_CPU, "VLLM_CPU_OMP_THREADS_BIND": given.bind}
         with (
-            running(vllm, {**OFFLINE, **ON_CPU}, f"http://127.0.0.1:{engine}/health", folder / "vllm.log"),
+            running(vllm, environ, f"http://127.0.0.1:{engine}/health", folder / "vllm.log"),
             running(serve, {}, f"http://127.0.0.1:{gateway}/health/ready", folder / "headrace.log"),
         ):
             found = asyncio.run(measure({"alone": engine, "behind": gateway}, given))

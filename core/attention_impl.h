@@ -1,260 +1,37 @@
 // Attention of query rows over KV blocks. Owns its arithmetic: chunks of 64 tokens at absolute positions, in order,
-// with a running maximum and sum, so that a row's result does not depend on the rows beside it.
-//
-// Keys and values are multiplied one by one in f32, or, where the instruction set can and KV memory is not f32, by
-// twos in bf16: queries and weights are rounded to bf16 then, sums stay f32. Codes of eight bits or less are exact in
-// bf16; there a token's scales go into its score and its weight.
+// with a running maximum and sum, so that a row's result does not depend on the rows beside it. What is multiplied, and
+// how, is in attention_units_impl.h.
 //
 // Part of kernels_impl.h: compiled once per instruction set, in an anonymous namespace, after that set's primitives.
 #pragma once
 
+#include "attention_units_impl.h"
 #include "kernels.h"
 #include "vector_math.h"
 
 namespace headrace {
 namespace {
 
-// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32, each with its own size
-// ...
-struct Singles {
-  using Value = float;
-  using Vector = F16;
-  static constexpr int64_t kTokens = 1;
-
-  static Vector load_values(const Value* p) { return load(p); }
-  static F16 multiply_add(F16 sum, Vector values, const Value* factor) { return fma(splat(*factor), values, sum); }
-  static void store_factors(Value* out, F16 factors) { store(out, factors); }
-
-  static constexpr float kUnit = 1.0f;  // scores are multiples of this; a weight is e^(score / kUnit)
-  static F16 power(F16 score) { return exponential(score); }
-};
-
-#if defined(HEADRACE_BF16_ATTENTION)
-// ... or in bf16: keys [size/2][16 tokens][2], values [8 token pairs][size][2]. The same offsets hold.
-struct Twos {
-  using Value = uint16_t;
-  using Vector = Pairs16;
-  static constexpr int64_t kTokens = 2;
-
-  static Vector load_values(const Value* p) { return load_pairs(p); }
-  static F16 multiply_add(F16 sum, Vector values, const Value* factors) { return dot2(sum, values, factors); }
-  static void store_factors(Value* out, F16 factors) { store_bf16(out, factors); }
-
-  static constexpr float kUnit = 1.44269504f;
-  static F16 power(F16 score) { return power_of_two(score); }
-};
-#endif
-
-// Keys and values of a chunk: where they are, block by block.
-template <typename Unit>
-struct Chunk {
-  const typename Unit::Value* keys[kAttentionChunk / kBlock];
-  const typename Unit::Value* values[kAttentionChunk / kBlock];
-  // Remaining factors of scores and weights, [64] each, or null.
-  const float* key_scales = nullptr;
-  const float* value_scales = nullptr;
-};
-
-// Quad `n` of sixteen lanes of codes as numbers, still without their scales. Codes of four bits lie two quads in one.
-inline void load_quads(KvType type, const uint8_t* codes, int64_t n, F16 out[4]) {
-  switch (type) {
-    case KvType::kFp8:
-      return load_fp8_quads<E4m3>(codes + n * 64, out);
-    case KvType::kInt4:
-      codes += n / 2 * 64;
-      return n % 2 == 0 ? load_u4_quads<false>(codes, out) : load_u4_quads<true>(codes, out);
-    default:
-      return load_u8_quads(codes + n * 64, out);
-  }
-}
-
-// The quad of a block's tokens t..t+3 in the dims from d on.
-inline int64_t value_quad(const KvLayout& layout, int64_t t, int64_t d) {
-  return t / 4 * layout.value_columns + d / 16;
-}
-
-inline const float* expand_keys(const KvLayout& layout, const uint8_t* record, float* buffer) {
-  switch (layout.type) {
-    case KvType::kF32:
-      return reinterpret_cast<const float*>(record);
-    case KvType::kBf16: {
-      const uint16_t* keys = reinterpret_cast<const uint16_t*>(record);
-      for (int64_t d = 0; d < layout.padded_size; d += 2) {
-        F16 even, odd;
-        load_bf16_pairs(keys + d * kBlock, even, odd);
-        store(buffer + d * kBlock, even);
-        store(buffer + (d + 1) * kBlock, odd);
-      }
-      return buffer;
-    }
-    case KvType::kInt8:
-    case KvType::kFp8:
-    case KvType::kInt4: {
-      // A token's scale goes into its keys: 16 tokens lie side by side.
-      const F16 scale = load_f16(layout.key_scales(record));
-      for (int64_t d = 0; d < layout.padded_size; d += 4) {
-        F16 quad[4];
-        load_quads(layout.type, record, d / 4, quad);
-        for (int j = 0; j < 4; ++j) store(buffer + (d + j) * kBlock, mul(quad[j], scale));
-      }
-      return buffer;
-    }
-  }
-  return buffer;
-}
-
-inline const float* expand_values(const KvLayout& layout, const uint8_t* record, float* buffer) {
-  const int64_t size = layout.padded_value_size;
-  switch (layout.type) {
-    case KvType::kF32:
-      return reinterpret_cast<const float*>(record + layout.values_offset);
-    case KvType::kBf16: {
-      const uint16_t* values = reinterpret_cast<const uint16_t*>(record + layout.values_offset);
-      for (int64_t t = 0; t < kBlock; t += 2) {
-        for (int64_t d = 0; d < size; d += 16) {
-          F16 even, odd;
-          load_bf16_pairs(values + t * size + d * 2, even, odd);
-          store(buffer + t * size + d, even);
-          store(buffer + (t + 1) * size + d, odd);
-        }
-      }
-      return buffer;
-    }
-    case KvType::kInt8:
-    case KvType::kFp8:
-    case KvType::kInt4: {
-      const uint8_t* values = record + layout.values_offset;
-      float scales[kBlock];
-      store(scales, load_f16(layout.value_scales(record)));
-      for (int64_t t = 0; t < kBlock; t += 4) {
-        for (int64_t d = 0; d < size; d += 16) {
-          F16 quad[4];
-          load_quads(layout.type, values, value_quad(layout, t, d), quad);
-          for (int j = 0; j < 4; ++j) store(buffer + (t + j) * size + d, mul(quad[j], splat(scales[t + j])));
-        }
-      }
-      return buffer;
-    }
-  }
-  return buffer;
-}
-
-// A chunk's block, and its parts of the buffers ([64][size] floats each, the size of keys or of values) and scales
-// ([64] each).
-struct Buffers {
-  float* keys;
-  float* values;
-  float* key_scales;
-  float* value_scales;
-};
-
-// Sixteen values from dim `d` on, of sixteen tokens side by side: what `keys` ([dims][16 tokens]) have in their last
-// dims. Beyond the size of a value they are zero.
-inline void turn_values(const KvLayout& layout, const float* keys, int64_t d, float* out, int64_t stride) {
-  const float* rows = keys + (layout.first_value() + d) * kBlock;
-  if (layout.value_size - d >= 16) return transpose(rows, out, stride);
-  float some[16 * kBlock] = {};
-  for (int64_t i = 0; i < (layout.value_size - d) * kBlock; ++i) some[i] = rows[i];
-  transpose(some, out, stride);
-}
-
-inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
-                       Chunk<Singles>& chunk) {
-  const int64_t token = block * kBlock;
-  chunk.keys[block] = expand_keys(layout, record, buffers.keys + token * layout.padded_size);
-  float* values = buffers.values + token * layout.padded_value_size;
-  if (!layout.values_in_keys) {
-    chunk.values[block] = expand_values(layout, record, values);
-    return;
-  }
-  for (int64_t d = 0; d < layout.padded_value_size; d += 16) {
-    turn_values(layout, chunk.keys[block], d, values + d, layout.padded_value_size);
-  }
-  chunk.values[block] = values;
-}
-
-#if defined(HEADRACE_BF16_ATTENTION)
-// A block's values that are the last dims of its keys, by pairs of tokens: [8 token pairs][depth][2], without scales.
-// `keys`: room for the keys of a block in floats.
-inline void pair_values(const KvLayout& layout, const uint8_t* record, int64_t depth, float* keys, uint16_t* values) {
-  const uint16_t* pairs = reinterpret_cast<const uint16_t*>(record);
-  for (int64_t d = layout.first_value() / 4 * 4; d < layout.padded_size; d += 4) {
-    F16 quad[4];
-    if (layout.has_scales()) {
-      load_quads(layout.type, record, d / 4, quad);
-    } else {
-      load_bf16_pairs(pairs + d * kBlock, quad[0], quad[1]);
-      load_bf16_pairs(pairs + (d + 2) * kBlock, quad[2], quad[3]);
-    }
-    for (int j = 0; j < 4; ++j) store(keys + (d + j) * kBlock, quad[j]);
-  }
-  for (int64_t d = 0; d < layout.padded_value_size; d += 16) {
-    float turned[16 * kBlock];
-    turn_values(layout, keys, d, turned, 16);
-    for (int64_t t = 0; t < kBlock; t += 2) {
-      store_pairs(values + t * depth + d * 2, pair_exact(load(turned + t * 16), load(turned + (t + 1) * 16)));
-    }
-  }
-}
-
-inline void open_block(const KvLayout& layout, const uint8_t* record, int64_t block, const Buffers& buffers,
-                       Chunk<Twos>& chunk) {
-  const int64_t size = layout.padded_size;
-  const int64_t value_size = layout.padded_value_size;
-  uint16_t* keys = reinterpret_cast<uint16_t*>(buffers.keys) + block * kBlock * size;
-  uint16_t* values = reinterpret_cast<uint16_t*>(buffers.values) + block * kBlock * value_size;
-  // Pairs take half of the buffer.
-  if (layout.values_in_keys) {
-    pair_values(layout, record, value_size, buffers.keys + kAttentionChunk / 2 * size, values);
-  }
-  if (layout.type == KvType::kBf16) {
-    chunk.keys[block] = reinterpret_cast<const uint16_t*>(record);
-    chunk.values[block] =
-        layout.values_in_keys ? values : reinterpret_cast<const uint16_t*>(record + layout.values_offset);
-    return;
-  }
-  F16 quad[4];
-  for (int64_t d = 0; d < size; d += 4) {
-    load_quads(layout.type, record, d / 4, quad);
-    store_pairs(keys + d * kBlock, pair_exact(quad[0], quad[1]));
-    store_pairs(keys + (d + 2) * kBlock, pair_exact(quad[2], quad[3]));
-  }
-  for (int64_t t = 0; t < kBlock && !layout.values_in_keys; t += 4) {
-    for (int64_t d = 0; d < value_size; d += 16) {
-      load_quads(layout.type, record + layout.values_offset, value_quad(layout, t, d), quad);
-      store_pairs(values + t * value_size + d * 2, pair_exact(quad[0], quad[1]));
-      store_pairs(values + (t + 2) * value_size + d * 2, pair_exact(quad[2], quad[3]));
-    }
-  }
-  store(buffers.key_scales + block * kBlock, load_f16(layout.key_scales(record)));
-  store(buffers.value_scales + block * kBlock, load_f16(layout.value_scales(record)));
-  chunk.keys[block] = keys;
-  chunk.values[block] = values;
-  chunk.key_scales = buffers.key_scales;
-  chunk.value_scales = buffers.value_scales;
-}
-#endif
-
 // Scores of some queries against some blocks of 16 keys.
 template <typename Unit, int kRows, int kBlocks>
-inline void scores_of(const typename Unit::Value* const* keys, const typename Unit::Value* queries, int64_t size,
-                      float* scores) {
-  F16 sums[kRows][kBlocks];
-  each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE { sums[r()][b()] = splat(0.0f); });
+inline void scores_of(const typename Unit::Value* const* keys, const Rows<Unit>& queries, int64_t size, float* scores) {
+  typename Unit::Sum sums[kRows][kBlocks];
+  each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE { sums[r()][b()] = Unit::nothing(); });
   for (int64_t d = 0; d < size; d += Unit::kTokens) {
     typename Unit::Vector key[kBlocks];
     each<kBlocks>([&](auto b) HEADRACE_INLINE { key[b()] = Unit::load_values(keys[b()] + d * kBlock); });
     each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE {
-      sums[r()][b()] = Unit::multiply_add(sums[r()][b()], key[b()], queries + r() * size + d);
+      sums[r()][b()] = Unit::multiply_add(sums[r()][b()], key[b()], queries.values + r() * size + d);
     });
   }
-  each<kRows, kBlocks>([&](auto r, auto b)
-                           HEADRACE_INLINE { store(scores + r() * kAttentionChunk + b() * kBlock, sums[r()][b()]); });
+  each<kRows, kBlocks>([&](auto r, auto b) HEADRACE_INLINE {
+    store(scores + r() * kAttentionChunk + b() * kBlock, Unit::scaled(sums[r()][b()], queries.scales + r()));
+  });
 }
 
 template <typename Unit, int kRows>
-inline void chunk_scores(const Chunk<Unit>& chunk, int64_t first, int64_t last, const typename Unit::Value* queries,
-                         int64_t size, float* scores) {
+inline void chunk_scores(const Chunk<Unit>& chunk, int64_t first, int64_t last, const Rows<Unit>& queries, int64_t size,
+                         float* scores) {
   int64_t block = first;
   for (; block + kScoreBlocks <= last; block += kScoreBlocks) {
     scores_of<Unit, kRows, kScoreBlocks>(chunk.keys + block, queries, size, scores + block * kBlock);
@@ -309,6 +86,41 @@ inline void add_values(const Chunk<Unit>& chunk, int64_t size, int64_t dim, cons
   }
   each<kRows, kVectors>([&](auto r, auto i)
                             HEADRACE_INLINE { store(outputs + r() * size + dim + 16 * i(), sums[r()][i()]); });
+}
+
+// The same of codes, over whole blocks first..last: sums of integers are exact, whatever their order, and the code of a
+// weight that a row does not see is zero.
+template <int kRows, int kVectors>
+inline void add_codes(const Chunk<Words>& chunk, int64_t first, int64_t last, int64_t size, int64_t dim,
+                      const Rows<Words>& weights, float* outputs) {
+  I16 sums[kRows][kVectors];
+  each<kRows, kVectors>([&](auto r, auto i) HEADRACE_INLINE { sums[r()][i()] = Words::nothing(); });
+  for (int64_t block = first; block < last; ++block) {
+    const int16_t* values = chunk.values[block] + dim * Words::kTokens;
+    const int16_t* row = weights.values + block * kBlock;
+    for (int64_t t = 0; t < kBlock; t += Words::kTokens) {
+      WordPairs value[kVectors];
+      each<kVectors>(
+          [&](auto i) HEADRACE_INLINE { value[i()] = load_word_pairs(values + t * size + 16 * Words::kTokens * i()); });
+      each<kRows, kVectors>([&](auto r, auto i) HEADRACE_INLINE {
+        sums[r()][i()] = dot_words(sums[r()][i()], value[i()], row + r() * kAttentionChunk * 2 + t);
+      });
+    }
+  }
+  each<kRows, kVectors>([&](auto r, auto i) HEADRACE_INLINE {
+    float* output = outputs + r() * size + dim + 16 * i();
+    store(output, fma(to_float(sums[r()][i()]), splat(weights.scales[r()]), load(output)));
+  });
+}
+
+template <int kRows>
+inline void add_code_rows(const Chunk<Words>& chunk, int64_t first, int64_t last, int64_t size,
+                          const Rows<Words>& weights, float* outputs) {
+  int64_t dim = 0;
+  for (; dim + 16 * kValueVectors <= size; dim += 16 * kValueVectors) {
+    add_codes<kRows, kValueVectors>(chunk, first, last, size, dim, weights, outputs);
+  }
+  for (; dim < size; dim += 16) add_codes<kRows, 1>(chunk, first, last, size, dim, weights, outputs);
 }
 
 // What a row sees of a chunk is exact: a token that it does not see is not multiplied by zero but left out, since what
@@ -368,10 +180,11 @@ inline void begin_softmax(const AttentionArgs& args, int64_t i, float* peak, flo
   *total = sinks ? 1.0f : 0.0f;
 }
 
-// One row's scores of a chunk become weights; its output and total fade by what its maximum rose. `seen` is not empty.
+// One row's scores of a chunk become weights, and `weight_scale` the size of a weight's code, where weights are codes;
+// its output and total fade by what its maximum rose. `seen` is not empty.
 template <typename Unit>
 inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span seen, const Bias& bias, float* scores,
-                   float* peak, float* total, float* output, int64_t size) {
+                   float* weight_scale, float* peak, float* total, float* output, int64_t size) {
   // Lanes outside may hold anything, so they are replaced and not computed with.
   const bool all = seen.begin == 0 && seen.end == kAttentionChunk;
   auto keep_seen = [&](F16 x, int j, float other) {
@@ -394,13 +207,31 @@ inline void soften(const AttentionArgs& args, const Chunk<Unit>& chunk, Span see
   const float new_peak = reduce_max(peaks);
   const F16 shift = splat(new_peak);
   typename Unit::Value* weights = reinterpret_cast<typename Unit::Value*>(scores);
+  F16 scaled[4];
+  F16 sizes = splat(0.0f);
+  F16 poison = splat(0.0f);  // 0, but NaN where a weight is NaN or infinite: its code would look like a good one
   for (int j = 0; j < 4; ++j) {
     parts[j] = Unit::power(sub(parts[j], shift));
-    F16 weight = parts[j];
-    if (chunk.value_scales != nullptr) weight = keep_seen(mul(weight, load(chunk.value_scales + 16 * j)), j, 0.0f);
-    Unit::store_factors(weights + 16 * j, weight);
+    scaled[j] = parts[j];
+    if (chunk.value_scales != nullptr) {
+      scaled[j] = keep_seen(mul(scaled[j], load(chunk.value_scales + 16 * j)), j, 0.0f);
+    }
+    if constexpr (Unit::kCodes) {
+      sizes = maximum(sizes, absolute(scaled[j]));
+      poison = fma(scaled[j], splat(0.0f), poison);
+    } else {
+      Unit::store_factors(weights + 16 * j, scaled[j]);
+    }
   }
-  const float sum = reduce_add(add(add(parts[0], parts[1]), add(parts[2], parts[3])));
+  F16 sums = add(add(parts[0], parts[1]), add(parts[2], parts[3]));
+  if constexpr (Unit::kCodes) {
+    const float largest = reduce_max(sizes);
+    const F16 steps = splat(Unit::steps_of(largest));
+    for (int j = 0; j < 4; ++j) store_rounded_words(weights + 16 * j, mul(scaled[j], steps));
+    *weight_scale = largest * Unit::kStep;
+    sums = add(sums, poison);
+  }
+  const float sum = reduce_add(sums);
   if (new_peak == *peak) {
     *total += sum;
     return;
@@ -427,8 +258,10 @@ void attend_by(const AttentionArgs& args) {
   float* scores = outputs + count * value_size;
   float* peaks = scores + count * kAttentionChunk;
   float* totals = peaks + count;
+  float* query_scales = totals + count;
+  float* weight_scales = query_scales + count;
   Buffers buffers;
-  buffers.keys = totals + count;
+  buffers.keys = weight_scales + count;
   buffers.values = buffers.keys + kAttentionChunk * size;
   buffers.key_scales = buffers.values + kAttentionChunk * value_size;
   buffers.value_scales = buffers.key_scales + kAttentionChunk;
@@ -441,11 +274,9 @@ void attend_by(const AttentionArgs& args) {
     end = most(end, args.rows[r].end);
     for (int64_t h = 0; h < heads; ++h) {
       const float* q = args.q + args.rows[r].source * args.q_stride + (args.kv_head * heads + h) * layout.head_size;
-      for (int64_t d = 0; d < size; d += 16) {
-        float lanes[16];
-        for (int64_t i = 0; i < 16; ++i) lanes[i] = d + i < layout.head_size ? q[d + i] * scale : 0.0f;
-        Unit::store_factors(queries + (r * heads + h) * size + d, load(lanes));
-      }
+      float* row = buffers.keys;
+      for (int64_t d = 0; d < size; ++d) row[d] = d < layout.head_size ? q[d] * scale : 0.0f;
+      query_scales[r * heads + h] = Unit::store_row(queries + (r * heads + h) * size, row, size);
     }
   }
   for (int64_t i = 0; i < count * value_size; ++i) outputs[i] = 0.0f;
@@ -461,11 +292,12 @@ void attend_by(const AttentionArgs& args) {
       open_block(layout, record, block, buffers, chunk);
     }
     int64_t i = 0;
+    auto queries_from = [&](int64_t row) { return Rows<Unit>{queries + row * size, query_scales + row}; };
     for (; i + kScoreRows <= count; i += kScoreRows) {
-      chunk_scores<Unit, kScoreRows>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
+      chunk_scores<Unit, kScoreRows>(chunk, first, last, queries_from(i), size, scores + i * kAttentionChunk);
     }
     for (; i < count; ++i) {
-      chunk_scores<Unit, 1>(chunk, first, last, queries + i * size, size, scores + i * kAttentionChunk);
+      chunk_scores<Unit, 1>(chunk, first, last, queries_from(i), size, scores + i * kAttentionChunk);
     }
     auto seen = [&](int64_t at) {
       const AttentionRow& row = args.rows[at / heads];
@@ -473,18 +305,35 @@ void attend_by(const AttentionArgs& args) {
     };
     for (i = 0; i < count; ++i) {
       const Span span = seen(i);
-      if (span.begin >= span.end) continue;
-      soften(args, chunk, span, bias_of(args, i, start), scores + i * kAttentionChunk, peaks + i, totals + i,
-             outputs + i * value_size, value_size);
+      if (span.begin < span.end) {
+        soften(args, chunk, span, bias_of(args, i, start), scores + i * kAttentionChunk, weight_scales + i, peaks + i,
+               totals + i, outputs + i * value_size, value_size);
+      } else if constexpr (Unit::kCodes) {
+        for (int64_t j = 0; j < kAttentionChunk; j += 16) store(scores + i * kAttentionChunk + j, splat(0.0f));
+        weight_scales[i] = 0.0f;
+      }
     }
-    for (i = 0; i + kValueRows <= count; i += kValueRows) {
-      Span spans[kValueRows];
-      for (int r = 0; r < kValueRows; ++r) spans[r] = seen(i + r);
-      add_rows<Unit, kValueRows>(chunk, value_size, spans, scores + i * kAttentionChunk, outputs + i * value_size);
-    }
-    for (; i < count; ++i) {
-      const Span span = seen(i);
-      add_rows<Unit, 1>(chunk, value_size, &span, scores + i * kAttentionChunk, outputs + i * value_size);
+    i = 0;
+    if constexpr (Unit::kCodes) {
+      auto weights_from = [&](int64_t row) {
+        return Rows<Unit>{weights_of<Unit>(scores + row * kAttentionChunk), weight_scales + row};
+      };
+      for (; i + kValueRows <= count; i += kValueRows) {
+        add_code_rows<kValueRows>(chunk, first, last, value_size, weights_from(i), outputs + i * value_size);
+      }
+      for (; i < count; ++i) {
+        add_code_rows<1>(chunk, first, last, value_size, weights_from(i), outputs + i * value_size);
+      }
+    } else {
+      for (; i + kValueRows <= count; i += kValueRows) {
+        Span spans[kValueRows];
+        for (int r = 0; r < kValueRows; ++r) spans[r] = seen(i + r);
+        add_rows<Unit, kValueRows>(chunk, value_size, spans, scores + i * kAttentionChunk, outputs + i * value_size);
+      }
+      for (; i < count; ++i) {
+        const Span span = seen(i);
+        add_rows<Unit, 1>(chunk, value_size, &span, scores + i * kAttentionChunk, outputs + i * value_size);
+      }
     }
   }
 
@@ -499,6 +348,8 @@ void attend_by(const AttentionArgs& args) {
 void attend(const AttentionArgs& args) {
 #if defined(HEADRACE_BF16_ATTENTION)
   if (args.layout->type != KvType::kF32) return attend_by<Twos>(args);
+#else
+  if (Words::fit(*args.layout)) return attend_by<Words>(args);
 #endif
   attend_by<Singles>(args);
 }

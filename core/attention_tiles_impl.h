@@ -231,7 +231,7 @@ void attend_by_tiles(const AttentionArgs& args) {
       const Span span = seen_by(i / heads);
       float* scores = buffers.scores + i * kAttentionChunk;
       if (span.begin < span.end) {
-        soften<Twos>(args, chunk, span, bias_of(args, i, start), scores, buffers.peaks + i, buffers.totals + i,
+        soften<Twos>(args, chunk, span, bias_of(args, i, start), scores, nullptr, buffers.peaks + i, buffers.totals + i,
                      buffers.outputs + i * value_depth, value_depth);
       } else {
         for (int64_t j = 0; j < kAttentionChunk / 2; j += 16) store(scores + j, splat(0.0f));

@@ -223,7 +223,7 @@ struct Kernels {
 static constexpr int64_t attention_scratch(int64_t tile_rows, int64_t padded_head_size) {
   const int64_t rows = round_up(tile_rows, 32);  // rows and dims in whole AMX tiles
   const int64_t depth = round_up(padded_head_size, 32);
-  return rows * (2 * depth + kAttentionChunk + 2) + 2 * kAttentionChunk * (depth + 1) + 64;
+  return rows * (2 * depth + kAttentionChunk + 4) + 2 * kAttentionChunk * (depth + 1) + 64;
 }
 
 static inline bool takes_codes(const Kernels& kernels, const Layout& layout) {

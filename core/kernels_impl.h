@@ -176,7 +176,7 @@ constexpr Kernels make_kernels(const char* name) {
 #else
   constexpr bool kRoundsRows = false;
 #endif
-  return Kernels{name,      kRoundsRows,  0,        32,     product_scratch, product, quantise_row,
+  return Kernels{name,      kRoundsRows,  0,        64,     product_scratch, product, quantise_row,
                  low_ranks, rotate,       norm,     attend, softcap,         softmax, peak_of,
                  peaks_of,  exponentials, convolve, scan,   delta,           gate};
 }

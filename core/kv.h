@@ -36,7 +36,7 @@ constexpr int64_t kBlock = 16;  // tokens; also the lanes of the kernels
 
 // Version of the record layout and of the arithmetic that fills it. Raise it when either changes: saved KV of another
 // version cannot be used.
-constexpr int64_t kKvLayoutVersion = 7;
+constexpr int64_t kKvLayoutVersion = 8;
 
 enum class KvType : int { kF32, kBf16, kInt8, kFp8, kInt4 };
 

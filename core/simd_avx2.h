@@ -265,6 +265,41 @@ inline Codes high_nibbles(Codes x) {
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
 
+// Sixteen lanes of two words.
+struct WordPairs {
+  __m256i a, b;
+};
+
+inline WordPairs load_word_pairs(const int16_t* p) { return {load_bytes(p), load_bytes(p + 16)}; }
+// Bytes of each lane, less `zero`: its first and third, and its second and fourth.
+inline void store_word_pairs8(int16_t* even, int16_t* odd, __m256i x, __m256i zero) {
+  const __m256i bytes = _mm256_sub_epi8(x, zero);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(even), _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(odd), _mm256_srai_epi16(bytes, 8));
+}
+inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
+  const __m256i zeros = _mm256_set1_epi8(static_cast<char>(zero));
+  store_word_pairs8(even, odd, x.a, zeros);
+  store_word_pairs8(even + 16, odd + 16, x.b, zeros);
+}
+// Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
+inline void store_rounded_words(int16_t* p, F16 x) {
+  const __m256 rounder = _mm256_set1_ps(12582912.0f);
+  const __m256i base = _mm256_set1_epi32(0x4b400000);
+  const __m256i a = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base);
+  const __m256i b = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.b, rounder)), base);
+  const __m256i order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(words, order));
+}
+inline I16 dot_words(I16 sum, WordPairs x, const int16_t* two) {
+  int32_t word;
+  std::memcpy(&word, two, 4);
+  const __m256i row = _mm256_set1_epi32(word);
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, row)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, row))};
+}
+
 inline __m256i broadcast4(const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);

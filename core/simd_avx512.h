@@ -230,7 +230,34 @@ inline void float_quads(Codes x, F16 out[4]) {
 }
 inline Codes high_nibbles(Codes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
+// Sixteen lanes of two words.
+using WordPairs = __m512i;
+
+inline WordPairs load_word_pairs(const int16_t* p) { return _mm512_loadu_si512(p); }
+// Bytes of each lane, less `zero`: its first and third, and its second and fourth.
+inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
+  const __m512i bytes = _mm512_sub_epi8(x, _mm512_set1_epi8(static_cast<char>(zero)));
+  _mm512_storeu_si512(even, _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8));
+  _mm512_storeu_si512(odd, _mm512_srai_epi16(bytes, 8));
+}
+// Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
+inline void store_rounded_words(int16_t* p, F16 x) {
+  const __m512i codes = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(x, _mm512_set1_ps(12582912.0f))),
+                                         _mm512_set1_epi32(0x4b400000));
+  const __m256i order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(codes), order));
+}
 // As asm, because gcc copies every accumulator once per turn of a loop around the intrinsic.
+inline I16 dot_words(I16 sum, WordPairs x, const int16_t* two) {
+  int32_t word;
+  std::memcpy(&word, two, 4);
+  const __m512i row = _mm512_set1_epi32(word);
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(row));
+  return sum;
+}
+
+// As asm for the same reason.
 inline I16 dot4(I16 sum, Codes codes, const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);

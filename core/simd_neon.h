@@ -285,6 +285,54 @@ inline Codes look_up(Codes table, Codes x) {
   return each_register<Codes>([](auto p, auto q) { return vqtbl1q_u8(p, q); }, table, x);
 }
 
+// Sixteen lanes of two words.
+struct WordPairs {
+  int16x8_t a, b, c, d;
+};
+
+inline WordPairs load_word_pairs(const int16_t* p) {
+  return {vld1q_s16(p), vld1q_s16(p + 8), vld1q_s16(p + 16), vld1q_s16(p + 24)};
+}
+inline void store_word_pairs4(int16_t* even, int16_t* odd, uint8x16_t x, uint8x16_t zero) {
+  const int16x8_t bytes = vreinterpretq_s16_u8(vsubq_u8(x, zero));
+  const int16x8_t first = vshrq_n_s16(vshlq_n_s16(bytes, 8), 8), second = vshrq_n_s16(bytes, 8);
+  std::memcpy(even, &first, sizeof first);
+  std::memcpy(odd, &second, sizeof second);
+}
+// Bytes of each lane, less `zero`: its first and third, and its second and fourth.
+inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
+  const uint8x16_t zeros = vdupq_n_u8(static_cast<uint8_t>(zero));
+  store_word_pairs4(even, odd, x.a, zeros);
+  store_word_pairs4(even + 8, odd + 8, x.b, zeros);
+  store_word_pairs4(even + 16, odd + 16, x.c, zeros);
+  store_word_pairs4(even + 24, odd + 24, x.d, zeros);
+}
+inline void store_rounded_words4(int16_t* p, float32x4_t x) {
+  const float32x4_t shifted = vaddq_f32(x, vdupq_n_f32(12582912.0f));
+  const int16x4_t words = vmovn_s32(vsubq_s32(vreinterpretq_s32_f32(shifted), vdupq_n_s32(0x4b400000)));
+  const uint8x8_t order = {0, 1, 4, 5, 2, 3, 6, 7};
+  const uint8x8_t ordered = vtbl1_u8(vreinterpret_u8_s16(words), order);
+  std::memcpy(p, &ordered, sizeof ordered);
+}
+// Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
+inline void store_rounded_words(int16_t* p, F16 x) {
+  store_rounded_words4(p, x.a);
+  store_rounded_words4(p + 4, x.b);
+  store_rounded_words4(p + 8, x.c);
+  store_rounded_words4(p + 12, x.d);
+}
+inline I16 dot_words(I16 sum, WordPairs x, const int16_t* two) {
+  int32_t word;
+  std::memcpy(&word, two, 4);
+  const int16x8_t row = vreinterpretq_s16_s32(vdupq_n_s32(word));
+  return each_register<I16>(
+      [&](auto s, auto p) {
+        const int32x4_t low = vmull_s16(vget_low_s16(p), vget_low_s16(row));
+        return vaddq_s32(s, vpaddq_s32(low, vmull_high_s16(p, row)));
+      },
+      sum, x);
+}
+
 inline int8x16_t broadcast4(const int8_t* four) {
   int32_t word;
   std::memcpy(&word, four, 4);

@@ -220,6 +220,45 @@ inline Codes high_nibbles(const Codes& a) {
   return result;
 }
 
+// 16 lanes of two words.
+struct WordPairs {
+  int16_t v[32];
+};
+
+inline WordPairs load_word_pairs(const int16_t* p) {
+  WordPairs result;
+  std::memcpy(result.v, p, sizeof result.v);
+  return result;
+}
+// Bytes of each lane, less `zero`: its first and third, and its second and fourth.
+inline void store_word_pairs(int16_t* even, int16_t* odd, const Codes& x, int zero) {
+  WordPairs first, second;
+  for (int i = 0; i < 32; ++i) {
+    first.v[i] = static_cast<int16_t>(x.v[2 * i] - zero);
+    second.v[i] = static_cast<int16_t>(x.v[2 * i + 1] - zero);
+  }
+  std::memcpy(even, first.v, sizeof first.v);
+  std::memcpy(odd, second.v, sizeof second.v);
+}
+// Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
+inline void store_rounded_words(int16_t* p, const F16& a) {
+  int16_t words[16];
+  for (int i = 0; i < 16; ++i) {
+    const int place = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
+    words[place] = static_cast<int16_t>(bits_from_f32(a.v[i] + 12582912.0f) - 0x4b400000u);
+  }
+  std::memcpy(p, words, sizeof words);
+}
+inline I16 dot_words(const I16& sum, const WordPairs& a, const int16_t* two) {
+  I16 result;
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t first = static_cast<uint32_t>(int32_t{a.v[2 * i]} * two[0]);
+    const uint32_t second = static_cast<uint32_t>(int32_t{a.v[2 * i + 1]} * two[1]);
+    result.v[i] = static_cast<int32_t>(static_cast<uint32_t>(sum.v[i]) + first + second);
+  }
+  return result;
+}
+
 inline I16 dot4(const I16& sum, const Codes& a, const int8_t* four) {
   I16 result;
   for (int i = 0; i < 16; ++i) {

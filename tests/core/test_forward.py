@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import headrace._core as _core
 from headrace.models.precision import KvType, WeightFormat
@@ -131,8 +132,25 @@ def test_keys_and_values_are_rounded_once_and_to_the_nearest(name: str, kv: KvTy
     twos = isa in ROUNDS_ATTENTION
     rounded = off_by(found, forward(model, tensors, tokens, stored=STORED[kv], twos=twos))
     unrounded = off_by(found, forward(model, tensors, tokens))
-    assert rounded < 2e-3  # a key that lies almost between two steps may fall to the other side
+    # A key that lies almost between two steps may fall to the other side, and does so more often where queries and
+    # weights are codes.
+    assert rounded < (max(2e-3, unrounded / 6) if kv in {"int8", "int4"} and not twos else 2e-3)
     assert rounded < unrounded / 3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("size", [512, 528])
+def test_the_largest_heads_fit_into_sums_of_integers(size: int, kv: KvType, isa: str) -> None:
+    narrow = SPECS["narrow"]  # of one layer: its keys depend on no attention, so that none falls to another step
+    inv_freq = tuple(1e-4 ** (pair / (size // 2)) for pair in range(size // 2))
+    rope = replace(narrow.ropes[0], inv_freq=inv_freq)
+    model = replace(narrow, hidden_size=64, vocab_size=77, head_size=size, attention_scale=size**-0.5, ropes=(rope,))
+    tokens = text(LENGTH, model)
+    found = Tiny(model, kv=kv, isa=isa).rows(tokens, BLOCKS)
+    twos = isa in ROUNDS_ATTENTION
+    expected = forward(model, random_tensors(model), tokens, stored=STORED[kv], twos=twos)
+    assert off_by(found, expected) < (2e-3 if twos else 5e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -147,6 +147,7 @@ async def test_copies_for_upstreams_run_at_any_time(tmp_path: Path) -> None:
 @asynchronous
 async def test_no_stage_ends_before_the_quality_was_measured(tmp_path: Path) -> None:
     settings = {"stage_requests": 1, "stage_s": 1e-9, "promote": "auto", "reference": "mini@golden", "pairs": 1.0}
+    settings |= {"stage_pairs": 5, "queue": 4096}
     async with trying(tmp_path, **settings) as (running, _, canaries):
         await running.did("POST", "canary", {"candidate": "mini@new", "stages": [50]})
         running.server.context.running += 1
@@ -154,7 +155,12 @@ async def test_no_stage_ends_before_the_quality_was_measured(tmp_path: Path) -> 
         await canaries.look()
         assert canaries.operations.records()["mini"].phase == "running"
         running.server.context.running -= 1
-        await until(lambda: canaries._evidence["mini"].arms["candidate"].mean("quality") is not None)
+        measured = canaries._evidence["mini"].arms["candidate"].count
+        await until(lambda: measured("quality") == 20)
+        canaries._stage_began["mini"] = (canaries.operations.records()["mini"].changed, 0, 16)
+        await canaries.look()
+        assert canaries.operations.records()["mini"].phase == "running"  # 4 of 5
+        canaries._stage_began["mini"] = (canaries.operations.records()["mini"].changed, 0, 15)
         await canaries.look()
         assert canaries.operations.records()["mini"].phase == "promoted"
 

@@ -46,6 +46,7 @@ max_rows = 6
 stages = [50]
 stage_requests = 20
 stage_s = 0.001
+stage_pairs = 5
 promote = "auto"
 reference = "draft"
 pairs = 0.5

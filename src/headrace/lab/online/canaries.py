@@ -75,7 +75,8 @@ class Canaries:
         self._wall = wall
         self._evidence: dict[str, CanaryEvidence] = {}  # by control
         self._arm_of: dict[str, tuple[str, str, Arm]] = {}  # control, run and arm of recent requests, for feedback
-        self._stage_began: dict[str, tuple[int, int]] = {}  # by control: the record's `changed`, requests by then
+        # By control: the record's `changed`; the candidate's requests, and those with a measured quality, by then.
+        self._stage_began: dict[str, tuple[int, int, int]] = {}
         self._limit = round(config.pairs * BUCKETS)
         bounds = CopyBounds(
             concurrent=config.concurrent,
@@ -224,15 +225,16 @@ class Canaries:
 
     def _why_ready(self, control: str, record: CanaryRecord, evidence: CanaryEvidence) -> str:
         """Return why the stage is over; empty if it is not."""
-        config, requests = self.config, evidence.arms["candidate"].requests
-        changed, before = self._stage_began.get(control, (-1, 0))
+        config, candidate = self.config, evidence.arms["candidate"]
+        requests, pairs = candidate.requests, candidate.count("quality")
+        changed, requests_before, pairs_before = self._stage_began.get(control, (-1, 0, 0))
         if changed != record.changed:
-            before = requests
-            self._stage_began[control] = (record.changed, before)
+            requests_before, pairs_before = requests, pairs
+            self._stage_began[control] = (record.changed, requests, pairs)
         seconds = self._wall() - record.changed
-        if requests - before < config.stage_requests or seconds < config.stage_s:
+        if requests - requests_before < config.stage_requests or seconds < config.stage_s:
             return ""
-        if config.reference is not None and config.pairs and evidence.arms["candidate"].mean("quality") is None:
+        if config.reference is not None and config.pairs and pairs - pairs_before < config.stage_pairs:
             return ""  # a server that is never idle compares no pairs by default
         is_last = record.stage + 1 == len(record.stages)
         if is_last and config.proof and not evidence.is_proven:
@@ -244,7 +246,7 @@ class Canaries:
         evidence = self._evidence.get(control)
         if evidence is None or evidence.run != record.run:
             evidence = self._evidence[control] = CanaryEvidence(record.run, self._bounds())
-            self._stage_began[control] = (record.changed, 0)
+            self._stage_began[control] = (record.changed, 0, 0)
             runs = {each.run for each in self._evidence.values()}
             self.agreement = {run: each for run, each in self.agreement.items() if run in runs}
         return evidence
@@ -266,7 +268,8 @@ class Canaries:
             with_evidence = await self._load_one(control)
             evidence = CanaryEvidence.unpack(record.run, self._bounds(), with_evidence)
             self._evidence[control] = evidence
-            self._stage_began[control] = (record.changed, evidence.arms["candidate"].requests)
+            candidate = evidence.arms["candidate"]
+            self._stage_began[control] = (record.changed, candidate.requests, candidate.count("quality"))
 
     async def _load_one(self, control: str) -> bytes | None:
         try:

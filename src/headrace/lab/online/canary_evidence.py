@@ -44,6 +44,9 @@ class ArmSums(msgspec.Struct):
         sums[0] += value
         sums[1] += 1.0
 
+    def count(self, measure: str) -> int:
+        return int(self.rates.get(measure, (0.0, 0.0))[1])
+
     def mean(self, measure: str) -> float | None:
         total, count = self.rates.get(measure, (0.0, 0.0))
         return total / count if count else None
