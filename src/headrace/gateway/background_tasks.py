@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from headrace.observe import metrics
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -37,14 +38,10 @@ class BackgroundTasks:
 
     async def close(self) -> None:
         """Cancel the loops at once, and the tasks that have not finished after 5 s."""
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await end_tasks(self._loops)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_DRAIN_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end_tasks(late)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -19,6 +19,7 @@ from headrace.server.api.response_store import ResponseStore
 from headrace.server.api.responses.background_responses import BackgroundResponses
 from headrace.server.api.responses.response_history import ResponseHistory
 from headrace.server.endpoint_context import EndpointContext
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class DurableState:
         await self.collections.start()
 
     async def close(self) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await end_tasks([self._sweeping])
         await self.background.close()
         await self.batches.close()
         await self.collections.close()

@@ -23,6 +23,7 @@ from headrace.gateway.serving.fleet import Fleet, Loading
 from headrace.observe.logs import configure_log
 from headrace.server.late_loading import keep_spare_worker, load_rest, load_templates
 from headrace.server.process_settings import allow_connections, event_loop, keep_what_is_loaded, prepare_threads
+from headrace.tasks import end_tasks
 
 if TYPE_CHECKING:
     from headrace.models.text.tokenizer import Tokenizer
@@ -213,10 +214,7 @@ class Server:
                 await asyncio.gather(*draining)
             finally:
                 self.context.is_draining = True
-                begun = [task for task in (starting, feeding, loading, self._templates) if task is not None]
-                for task in begun:
-                    task.cancel()
-                await asyncio.gather(*begun, return_exceptions=True)
+                await end_tasks([starting, feeding, loading, self._templates])
                 await self.edge.close()
                 if self.grpc is not None:
                     await self.grpc.close()

@@ -27,6 +27,7 @@ from headrace.gateway.serving.registry.worker_announcer import WorkerAnnouncer
 from headrace.gateway.serving.registry.worker_registry import WorkerAnnouncement, WorkerRegistry
 from headrace.models.model_folder import find_model, open_model
 from headrace.server.process_settings import event_loop
+from headrace.tasks import end_tasks
 from headrace.variant import Variant
 
 log = structlog.stdlib.get_logger("headrace.worker")
@@ -125,8 +126,7 @@ async def _run(
                 announcer.drain()
             await supervisor.stop()
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await end_tasks([starting])
         await supervisor.stop()
         await listener.close()
 
@@ -161,8 +161,7 @@ async def _announced(
         try:
             yield announcer
         finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
+            await end_tasks([announcing])
             await announcer.leave()
 
 

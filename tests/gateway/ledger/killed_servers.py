@@ -117,17 +117,23 @@ async def read(client: Client, kind: str, seen: dict[str, Any]) -> None:
             seen["usage"] = event["usage"] or seen["usage"]
 
 
-async def clients(port: int, seconds: float, pid: int, chance: random.Random) -> list[dict[str, Any]]:
-    """What they saw until the server was killed, so long after the first of them had begun."""
+async def clients(port: int, pid: int, chance: random.Random) -> list[dict[str, Any]]:
+    """What they saw until the server was killed, after some answers had ended."""
     found: list[dict[str, Any]] = []
+    wanted = chance.randrange(9)  # of a server so slow that time alone says nothing, too
+    enough = asyncio.Event()
     killed = False
 
     async def one() -> None:
         while not killed:
             found.append(await ask(port, chance.choice(["stream", "stream", "both", "whole"])))
+            if sum(each["usage"] is not None for each in found) >= wanted:
+                enough.set()
 
     asking = [asyncio.create_task(one()) for _ in range(CLIENTS)]
-    await asyncio.sleep(seconds)
+    if wanted:
+        await enough.wait()
+    await asyncio.sleep(chance.uniform(0.0, 0.03))
     os.kill(pid, signal.SIGKILL)
     killed = True
     await asyncio.gather(*asking)
@@ -136,7 +142,6 @@ async def clients(port: int, seconds: float, pid: int, chance: random.Random) ->
 
 def round_of(folder: Path, seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
-    seconds = chance.uniform(0.02, 0.4)
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -155,7 +160,7 @@ def round_of(folder: Path, seed: int) -> list[dict[str, Any]]:
             if not some:
                 raise RuntimeError("the server has ended by itself")
             said += some
-        return asyncio.run(clients(int(said), seconds, pid, chance))
+        return asyncio.run(clients(int(said), pid, chance))
     finally:
         os.close(read_end)
         with contextlib.suppress(ProcessLookupError):

@@ -42,6 +42,7 @@ from headrace.engine.process.worker_address import WorkerTls, parse_address
 from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.engine.process.worker_questions import WorkerQuestions
 from headrace.errors import HeadraceError, RequestError
+from headrace.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,7 @@ class EngineClient:
         """Disconnect from a replica. What still runs there continues on another."""
         for replica in [each for each in self._replicas if each.address == parse_address(address)]:
             replica.retired = True
-            if replica.task is not None:
-                replica.task.cancel()
-                await asyncio.gather(replica.task, return_exceptions=True)
+            await end_tasks([replica.task])
             self._replicas.remove(replica)
             self._routes.remove(replica.number)
             self._changed.set()
@@ -187,10 +186,7 @@ class EngineClient:
         self._closing = True
         for stream in list(self._streams):
             stream.cancel()
-        tasks = [replica.task for replica in self._replicas if replica.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(replica.task for replica in self._replicas)
         for timer in self._retries:
             timer.cancel()
 

@@ -48,7 +48,7 @@ class ReplicaLinks:
                 )
             except (OSError, WorkerAddressError) as error:
                 if replica.address.is_remote and not told:
-                    log.warning("cannot connect to the worker at %s: %s", replica.address, error or "timeout")
+                    log.warning("cannot connect to the worker at %s: %s", replica.address, str(error) or "timeout")
                     told = True
                 await asyncio.sleep(wait)
                 wait = min(wait * 1.5, most)

@@ -27,6 +27,7 @@ from headrace.engine.process.worker_connection import WorkerConnection
 from headrace.engine.process.worker_log import relay_log
 from headrace.engine.process.worker_process import WorkerProcess
 from headrace.errors import HeadraceError
+from headrace.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -172,9 +173,7 @@ class Supervisor:
                 await asyncio.wait_for(process.wait(), worker.config.drain_seconds + self._watch.kill)
             except TimeoutError:
                 await self._kill(process)
-        if worker.task is not None:
-            worker.task.cancel()
-            await asyncio.gather(worker.task, return_exceptions=True)
+        await end_tasks([worker.task])
         if worker.log is not None:
             await asyncio.wait({worker.log}, timeout=self._watch.kill)
             worker.log.cancel()

@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from typing import Final
 
 from headrace.engine.process.worker_address import WorkerAddress, WorkerTls
+from headrace.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +59,7 @@ class WorkerListener:
         """Close the door and all connections."""
         if self._server is not None:
             self._server.close()
-        for task in self._relays:
-            task.cancel()
-        await asyncio.gather(*self._relays, return_exceptions=True)
+        await end_tasks(self._relays)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._relays) >= self._most:

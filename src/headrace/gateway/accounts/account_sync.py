@@ -28,6 +28,7 @@ from headrace.gateway.accounts.account_store import (
     VersionConflictError,
 )
 from headrace.gateway.api_errors import ApiError
+from headrace.tasks import end_tasks
 
 log: Final = structlog.stdlib.get_logger("headrace.shared")
 
@@ -89,10 +90,8 @@ class AccountSync:
         self._polling = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
-            self._polling = None
+        await end_tasks([self._polling])
+        self._polling = None
         await self._write_uses()
         await self.store.close()
 

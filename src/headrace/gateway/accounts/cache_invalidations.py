@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from headrace.gateway.accounts.account_records import InvalidationRecord
 from headrace.gateway.accounts.account_store import AccountChanges
 from headrace.observe.outage_log import OutageLog
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger("headrace.invalidations")
 
@@ -124,6 +125,4 @@ class CacheInvalidations:
             self._working = None
 
     async def close(self) -> None:
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.gather(self._working, return_exceptions=True)
+        await end_tasks([self._working])

@@ -56,6 +56,7 @@ from headrace.gateway.ledger.prices import PriceBook
 from headrace.gateway.ledger.sqlite import SqliteLedgerStore
 from headrace.gateway.requests.text_request import TokenUsage
 from headrace.observe import metrics
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -219,9 +220,7 @@ class Ledger:
             async with asyncio.timeout(self._bounds.drain_s):
                 await self.flush()
                 await self.end_leases(self._run)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         for open in self._writer.waiting.values():
             if open.slot is None:
                 self._lose(open)

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Protocol
 from headrace.config.managed_section import ManagedConfig
 from headrace.errors import HeadraceError
 from headrace.gateway.upstreams.engine_commands import EngineLoad
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class ManagedEngine:
 
     async def close(self) -> None:
         self.status = "stopping"
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await end_tasks([self._keeping])
         await self._stop()
         self.status = "stopped"
 

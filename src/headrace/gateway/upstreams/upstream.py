@@ -30,6 +30,7 @@ from headrace.models.formats.json_file import read_json
 from headrace.models.model_folder import find_model, open_tokenizer
 from headrace.models.text.tokenizer import Tokenizer
 from headrace.surfaces import SURFACES
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -165,9 +166,7 @@ class Upstream:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.close()
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await end_tasks(self._watching)
         await self.client.close()
 
     async def _watch(self) -> None:

@@ -43,6 +43,7 @@ from headrace.pipelines.collections.keyword_scores import KeywordScores
 from headrace.pipelines.collections.metadata_filters import check_metadata
 from headrace.pipelines.collections.records import CollectionRecord, CollectionStats, DocumentRecord
 from headrace.pipelines.collections.rerank_pass import RerankCosts, find_reranker, rerank_within
+from headrace.tasks import end_tasks
 
 if TYPE_CHECKING:
     from headrace.gateway.caches.results.result_cache import ResultCache
@@ -151,9 +152,7 @@ class Collections:
                 self._run_indexer()
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        await end_tasks([self._running])
         await self.sweep()
         await self._database.close()
 

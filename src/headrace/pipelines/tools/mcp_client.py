@@ -16,6 +16,7 @@ import msgspec
 from headrace.pipelines.public_fetch import FetchError, FetchPolicy, fetch
 from headrace.pipelines.tools.tool import ToolError
 from headrace.sse import EventReader, EventTooLongError
+from headrace.tasks import end_tasks
 from headrace.version import __version__
 
 PROTOCOL: Final = "2025-06-18"
@@ -186,9 +187,7 @@ class StdioTransport:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        if reading is not None:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+        await end_tasks([reading])
 
 
 class HttpTransport:

@@ -23,6 +23,7 @@ from headrace.gateway.caches.exact.cache_key import CacheKey
 from headrace.gateway.caches.invalidation_log import InvalidationScope
 from headrace.gateway.circuit_breaker import StoreBreaker
 from headrace.observe.outage_log import OutageLog
+from headrace.tasks import end_tasks
 
 log: Final = logging.getLogger(__name__)
 
@@ -111,9 +112,7 @@ class LookupBatcher:
                 future.set_result(each)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
 
 
 class GuardedStore:

@@ -49,6 +49,7 @@ from headrace.gateway.serving.exchange import Caller
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.serving.served_variant import ServedVariant
 from headrace.observe import metrics
+from headrace.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -477,9 +478,7 @@ class SemanticCache:
             await asyncio.shield(task)
 
     async def _stop_loading(self, tenant: str) -> None:
-        if (task := self._loading.pop(tenant, None)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([self._loading.pop(tenant, None)])
 
     def _count(self, which: Literal["outcomes", "refusals", "verifications", "comparisons"], name: str) -> None:
         if self._counted is not None:

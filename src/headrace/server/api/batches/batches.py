@@ -37,6 +37,7 @@ from headrace.server.api.batches.batch_kind import OPENAI_BATCH, BatchKind, kind
 from headrace.server.api.batches.batch_lines import InputLine
 from headrace.server.api.batches.batch_table import BatchRecord, BatchRequest
 from headrace.server.api.files import EXPIRY, FileStore, on_disk
+from headrace.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -218,9 +219,7 @@ class Batches:
     async def close(self) -> None:
         """Cancel what runs. Results are saved; the next server's `resume` continues."""
         self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def running(self) -> int:
         """Return the number of running requests."""

@@ -27,6 +27,7 @@ from headrace.server.api.responses.responses import ResponseRequest, failed_resp
 from headrace.server.api.text_endpoint import answer_in_full, answer_into
 from headrace.server.endpoint_context import EndpointContext
 from headrace.server.http.api_call import GoneError
+from headrace.tasks import end_tasks
 
 log: Final = structlog.stdlib.get_logger("headrace.responses")
 
@@ -199,12 +200,7 @@ class BackgroundResponses:
 
     async def close(self) -> None:
         """Cancel what is left. The next server marks it as failed."""
-        tasks: list[asyncio.Task[Any]] = [run.task for run in self._live.values() if run.task is not None]
-        if self._resuming is not None:
-            tasks.append(self._resuming)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([self._resuming, *(run.task for run in self._live.values())])
 
     async def _end(self, run: _Run) -> None:
         """Cancel a run, and wait until its end is stored."""
