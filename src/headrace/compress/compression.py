@@ -40,7 +40,7 @@ from headrace.models.spec import ModelSpec
 from headrace.models.tensor_shapes import is_product, tensor_shapes
 
 _WIDTHS: Final = {"bf16": 2, "f16": 2, "f32": 4}
-_OVERHEAD: Final = 64 << 20  # bytes beside arrays that grow with the model
+OVERHEAD: Final = 64 << 20  # bytes beside arrays that grow with the model
 
 
 class LayerProgress(NamedTuple):
@@ -237,7 +237,7 @@ def memory_needed(spec: ModelSpec, tokens: int, longest: int, recipe: Recipe) ->
     factors = 4 * 8 * widest * widest + 2 * 4 * widest * widest if recipe.needs_hessian else 0
     experts = spec.experts.count if spec.experts else 1
     hessians = experts * 4 * widest * widest if recipe.needs_hessian else 0
-    return states + layer + rows + scores + rounding + factors + hessians + _OVERHEAD
+    return states + layer + rows + scores + rounding + factors + hessians + OVERHEAD
 
 
 def scale_type(folder: ModelFolder) -> ScaleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from headrace.cli import main
+from headrace.compress.compression import OVERHEAD
 from headrace.compress.layer_pass import LayerPass, load_layer
 from headrace.compress.recipe import SplitPlan
 from headrace.compress.reshape import splitting
 from headrace.compress.reshape.expert_split import balanced_clusters, most_active, split_mlp
-from headrace.compress.reshape.splitting import ARCHITECTURE, split_model, split_spec
+from headrace.compress.reshape.splitting import ARCHITECTURE, memory_to_split, split_model, split_spec
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.errors import RequestError
 from headrace.models.model_folder import open_model
+from headrace.models.synthetic.public_shapes import find_shape
+from headrace.models.synthetic.random_model import write_shape
 from tests.models.tiny_configs import SIZES
 from tests.models.tiny_models import Reference, prompt, randomise
 
@@ -181,8 +185,23 @@ def test_what_cannot_be_split_is_rejected(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_memory_is_bounded_by_the_formula(tmp_path: Path) -> None:
+    prompts = [[(row + at) % 250 for at in range(64)] for row in range(48)]
+    shape = find_shape("tiny")
+    for neurons in (384, 1536):  # the sums of products of neurons grow with their square
+        path = tmp_path / f"model-{neurons}"
+        write_shape(replace(shape, config={**shape.config, "intermediate_size": neurons}), path, "bf16", 1)
+        folder, plan = open_model(path), SplitPlan(4, 2, 2)
+        tracemalloc.start()
+        split_model(folder, tmp_path / f"out-{neurons}", prompts, plan)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        bound = memory_to_split(folder.spec, 64 * 48, 64, plan) - OVERHEAD
+        assert bound / 4 < peak < bound
+
+
 def test_the_command_measures_the_mixture_and_writes_a_card(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("The old mill stands by the river, and its wheel turns. " * 20)
@@ -195,10 +214,12 @@ def test_the_command_measures_the_mixture_and_writes_a_card(
     for unused in (("--shared", "2"), ("--threads", "1"), ("--measure-tokens", "9"), ("--no-quality",)):
         assert main([*arguments, "--neurons", "64", *unused]) == 2
         assert f"{unused[0]} is for --split-experts" in capsys.readouterr().err
-    assert (
-        main([*arguments, "--split-experts", "4", "--shared", "2", "--active", "2", "--threads", "1", "--no-speed"])
-        == 0
-    )
+    arguments += ["--split-experts", "4", "--shared", "2", "--active", "2", "--threads", "1", "--no-speed"]
+    monkeypatch.setenv("HEADRACE_MEMORY_GIB", "0.01")
+    assert main(arguments) == 1
+    assert "calibration tokens takes up to" in capsys.readouterr().err
+    monkeypatch.delenv("HEADRACE_MEMORY_GIB")
+    assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "of them kept, %" in printed
     assert "KL per token" in printed

@@ -18,6 +18,7 @@ from headrace.bench.evaluation.evaluation import (
     EvaluationProgress,
 )
 from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.calibration_memory import check_memory
 from headrace.cli.making.calibration_text import calibration_sequences, split_documents
 from headrace.cli.making.compress_format import (
     check_format,
@@ -42,14 +43,11 @@ from headrace.compress.compression import (
 from headrace.compress.model_card import bits_per_weight, describe_recipe, write_card
 from headrace.compress.pruning import PRUNERS
 from headrace.compress.recipe import BITS, GROUPS, KEPT, Recipe, check_method
-from headrace.engine.executors.memory import SETTING as MEMORY_SETTING
-from headrace.engine.executors.memory import InsufficientMemoryError, gib, usable_memory
 from headrace.errors import RequestError
 from headrace.models.model_folder import ModelFolder, find_model, open_model
 from headrace.models.precision import parse_group
 
 _WIDTH_OF: Final = {"nf4": "NF4 has 4 bits", "fp8": "FP8 has 8 bits"}
-_FEWER_TOKENS: Final = (131_072, 65_536, 32_768, 16_384, 8_192, 4_096, 2_048)  # of calibration, that are offered
 
 
 def compress(
@@ -186,7 +184,11 @@ def compress(
     sequences = calibration_sequences(folder, documents, window, calibrate_tokens)
     counted = sum(len(sequence) for sequence in sequences)
     name = "the bundled text" if calibrate is None else source.name
-    _check_memory(folder, sequences, recipe)
+    check_memory(
+        f"Compressing {folder.path.name}",
+        sequences,
+        lambda tokens, longest: memory_needed(folder.spec, tokens, longest, recipe),
+    )
     if target is not None:
         if recipe.kind != "integer":
             raise RequestError(f"{_WIDTH_OF[recipe.kind]}. Choose another method for a mixed plan.", parameter="method")
@@ -221,26 +223,6 @@ def compress(
     print(
         f"{out}: {describe_recipe(recipe)}, {bits_per_weight(folder, recipe):.2f} bits per weight in the layers. "
         f"Weight files {folder.weights.total_bytes / 1e6:,.1f} MB before, {smaller / 1e6:,.1f} MB after."
-    )
-
-
-def _check_memory(folder: ModelFolder, sequences: Sequence[Sequence[int]], recipe: Recipe) -> None:
-    """InsufficientMemoryError, with what to do, if the machine lacks the memory, before an hour of work is lost."""
-    available = usable_memory()
-    longest = max((len(sequence) for sequence in sequences), default=0)
-
-    def needed(tokens: int) -> int:
-        return memory_needed(folder.spec, tokens, min(longest, tokens), recipe)
-
-    counted = sum(len(sequence) for sequence in sequences)
-    if not available or needed(counted) <= available:
-        return
-    fitting = next((each for each in _FEWER_TOKENS if each < counted and needed(each) <= available), None)
-    advice = f"pass --calibrate-tokens {fitting}, " if fitting else ""
-    raise InsufficientMemoryError(
-        f"Compressing {folder.path.name} with {counted:,} calibration tokens takes up to {gib(needed(counted))} of "
-        f"memory. Only {gib(available)} is available. To go on, {advice}use a machine with more memory, or set "
-        f"{MEMORY_SETTING} to the GiB that it may take."
     )
 
 

@@ -12,13 +12,14 @@ from rich.table import Table
 from headrace.bench.evaluation.documents import read_documents
 from headrace.bench.evaluation.evaluation import EvaluationProgress
 from headrace.cli.evaluate import EvaluationBar
+from headrace.cli.making.calibration_memory import check_memory
 from headrace.cli.making.calibration_text import calibration_sequences, split_documents
 from headrace.cli.making.made_model import measure_made, table_console
 from headrace.compress.calibration import BUNDLED_TEXT
 from headrace.compress.compressed_folder import folder_bytes
 from headrace.compress.model_card import write_split_card
 from headrace.compress.recipe import SplitPlan
-from headrace.compress.reshape.splitting import split_model
+from headrace.compress.reshape.splitting import memory_to_split, split_model
 from headrace.compress.work_folder import SplitReport
 from headrace.models.model_folder import find_model, open_model
 
@@ -45,6 +46,11 @@ def split(
     else:
         held_out = read_documents(measure)
     sequences = calibration_sequences(folder, documents, window, calibrate_tokens)
+    check_memory(
+        f"Splitting {folder.path.name}",
+        sequences,
+        lambda tokens, longest: memory_to_split(folder.spec, tokens, longest, plan),
+    )
     name = "the bundled text" if calibrate is None else calibrate.name
     with EvaluationBar() as bar:
         made = split_model(

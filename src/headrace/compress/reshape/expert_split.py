@@ -23,7 +23,7 @@ from headrace.compress.reshape.output_fit import fitted
 LOGIT_SIZE: Final = 2.0**-12
 WEIGHT_SCALE: Final = 2.0
 _SAMPLES: Final = 2048  # tokens whose activations are clustered
-_ROWS: Final = 2048  # computed together
+SPLIT_ROWS: Final = 2048  # computed together
 _ROUNDS: Final = 12  # of clustering
 _RIDGE: Final = 1e-2  # of the mean square of the router's inputs
 _RIDGES: Final = (1e-2, 1e-1, 1.0)  # of the mean square of the neurons: how closely `down` keeps to what it was
@@ -87,8 +87,8 @@ class _Split:
 
     def _chunks(self, part: slice) -> Iterator[tuple[slice, F32, F32]]:
         """Yield rows of a part of all, the inputs of the MLP and those of `down`."""
-        for begin in range(part.start, part.stop, _ROWS):
-            rows = slice(begin, min(begin + _ROWS, part.stop))
+        for begin in range(part.start, part.stop, SPLIT_ROWS):
+            rows = slice(begin, min(begin + SPLIT_ROWS, part.stop))
             inputs = self._layer.mlp_inputs(self._hidden[rows])
             yield rows, inputs, self._layer.open_mlp("mlp", inputs)
 

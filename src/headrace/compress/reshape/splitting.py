@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,11 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from headrace.compress.compressed_folder import copy_other_files, joined_tensors
-from headrace.compress.compression import check_model, model_digest
+from headrace.compress.compression import OVERHEAD, check_model, model_digest
 from headrace.compress.disk_layout import dense_type
 from headrace.compress.layer_pass import F32, LayerPass, Tokens, embed, load_layer
 from headrace.compress.recipe import Recipe, SplitPlan
-from headrace.compress.reshape.expert_split import WEIGHT_SCALE, split_mlp
+from headrace.compress.reshape.expert_split import SPLIT_ROWS, WEIGHT_SCALE, split_mlp
 from headrace.compress.stored_product import Stored, store_dense
 from headrace.compress.work_folder import SUFFIX, Job, SplitReport, WorkFolder
 from headrace.errors import ModelError, RequestError
@@ -139,6 +140,19 @@ def split_model(
     with new_file(made / "config.json") as file:
         file.write(json.dumps(config, indent=2).encode() + b"\n")
     return SplitModel(made, work.progress.splits, resumed, work)
+
+
+def memory_to_split(spec: ModelSpec, tokens: int, longest: int, plan: SplitPlan) -> int:
+    """Return a bound of the bytes of arrays that `split_model` holds: see the terms."""
+    neurons, hidden = spec.intermediate_size, spec.hidden_size
+    states = 4 * tokens * (4 * hidden + spec.q_size)  # before and behind attention, with copies, and the outputs
+    layer = 4 * sum(math.prod(shape) for name, shape in tensor_shapes(spec).items() if name.startswith("layers.0."))
+    rows = 4 * SPLIT_ROWS * (6 * neurons + 4 * hidden + 2 * spec.heads * spec.head_size)
+    scores = 3 * 4 * (spec.heads // spec.kv_heads + 1) * longest * longest
+    # Sums of products of neurons in f32; for the fit they and what the solver copies in f64.
+    fit = (4 + 3 * 8) * neurons * neurons + 4 * 8 * neurons * hidden if plan.active < plan.routed else 0
+    router = 8 * hidden * (2 * hidden + 2 * plan.routed)
+    return states + 3 * layer + rows + scores + fit + router + OVERHEAD
 
 
 def _split_layer(
