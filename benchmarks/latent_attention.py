@@ -70,9 +70,9 @@ def random_tensors(spec: ModelSpec, weights: str, pool: _core.Pool) -> Mapping[s
 class Engine:
     """A model of one form, and KV memory full of tokens."""
 
-    def __init__(self, spec: ModelSpec, weights: str, kv: KvType, pool: _core.Pool) -> None:
+    def __init__(self, spec: ModelSpec, weights: str, kv: KvType, pool: _core.Pool, isa: str | None = None) -> None:
         self.spec = spec
-        isa = choose_isa(None)
+        isa = choose_isa(isa)
         self._tensors = random_tensors(spec, weights, pool)
         self._model = _core.Model(describe(spec), self._tensors, pool, ROWS, isa)
         self.blocks = (max(CONTEXTS) + ROWS) // _core.BLOCK
