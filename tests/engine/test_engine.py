@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -134,8 +135,9 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     # Its own draft model: what it proposes holds. As slow as it is, it would not be asked: so steps seem slower,
     # by far, since a busy machine may take long for a draft.
     other = open_tiny(tiny_folder, speculation="model", draft_model=str(tiny_folder), max_sequences=16)
-    monkeypatch.setattr(other.engine.scheduler.model, "predict", lambda rows, pairs: 5.0)
-    found = run(other.engine, mixed(stop))
+    model = other.engine.scheduler.model
+    slow = functools.partial(monkeypatch.setattr, model, "predict", lambda rows, pairs: 5.0)  # once all are admitted
+    found = run(other.engine, mixed(stop), at_step=lambda step: slow())
     assert tokens(found) == tokens(alone)
     usage = [a.ending.usage for answers in found.values() for a in answers if a.ending]
     assert sum(u.accepted for u in usage) >= 0.8 * sum(u.drafted for u in usage) > 0
