@@ -22,4 +22,4 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
         done, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
         for task in done:
             if not task.cancelled():
-                task.exception()  # else asyncio reports that nobody has looked at it
+                task.exception()  # marks it as read, so that asyncio logs nothing

@@ -18,7 +18,7 @@ class CanaryConfig(Section, frozen=True):
     promote: Literal["manual", "auto"] = "manual"  # auto: through the stages to all requests, without an administrator
     stage_requests: Count = 500  # with promote = "auto": requests of the candidate in a stage before the next one
     stage_s: Seconds = 600.0  # seconds a stage lasts at least
-    stage_pairs: Annotated[int, Meta(ge=0)] = 20  # and, with a reference, requests in it whose quality was measured
+    stage_pairs: Annotated[int, Meta(ge=0)] = 20  # with a reference: requests with measured quality per stage
     proof: bool = False  # the last stage ends only when every measure is proven to be within its tolerance
     every_s: Seconds = 10.0  # evaluation period; a breach is rolled back within it
     alpha: Annotated[float, Meta(gt=0, le=0.5)] = 0.05  # chance that a candidate as good as the control is rolled back
