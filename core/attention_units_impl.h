@@ -12,26 +12,32 @@
 namespace headrace {
 namespace {
 
-// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32, each with its own size
-// ...
-struct Singles {
-  using Value = float;
-  using Vector = F16;
+// Sums, queries and weights that are floats. `Unit` is what derives from it.
+template <typename Unit>
+struct Floats {
   using Sum = F16;
-  static constexpr int64_t kTokens = 1;
   static constexpr bool kCodes = false;  // queries and weights
 
   static Sum nothing() { return splat(0.0f); }
   static F16 scaled(Sum sum, const float*) { return sum; }
+  // A row of queries; gives the size of a code, where what is stored are codes.
+  template <typename Value>
+  static float store_row(Value* out, const float* row, int64_t size) {
+    for (int64_t d = 0; d < size; d += 16) Unit::store_factors(out + d, load(row + d));
+    return 1.0f;
+  }
+};
+
+// What is multiplied: keys [size][16 tokens] and values [16 tokens][size] of a block, in f32, each with its own size
+// ...
+struct Singles : Floats<Singles> {
+  using Value = float;
+  using Vector = F16;
+  static constexpr int64_t kTokens = 1;
 
   static Vector load_values(const Value* p) { return load(p); }
   static F16 multiply_add(F16 sum, Vector values, const Value* factor) { return fma(splat(*factor), values, sum); }
   static void store_factors(Value* out, F16 factors) { store(out, factors); }
-  // A row of queries; gives the size of a code, where what is stored are codes.
-  static float store_row(Value* out, const float* row, int64_t size) {
-    for (int64_t d = 0; d < size; d += 16) store_factors(out + d, load(row + d));
-    return 1.0f;
-  }
 
   static constexpr float kUnit = 1.0f;  // scores are multiples of this; a weight is e^(score / kUnit)
   static F16 power(F16 score) { return exponential(score); }
@@ -39,23 +45,14 @@ struct Singles {
 
 #if defined(HEADRACE_BF16_ATTENTION)
 // ... or in bf16: keys [size/2][16 tokens][2], values [8 token pairs][size][2]. The same offsets hold.
-struct Twos {
+struct Twos : Floats<Twos> {
   using Value = uint16_t;
   using Vector = Pairs16;
-  using Sum = F16;
   static constexpr int64_t kTokens = 2;
-  static constexpr bool kCodes = false;
-
-  static Sum nothing() { return splat(0.0f); }
-  static F16 scaled(Sum sum, const float*) { return sum; }
 
   static Vector load_values(const Value* p) { return load_pairs(p); }
   static F16 multiply_add(F16 sum, Vector values, const Value* factors) { return dot2(sum, values, factors); }
   static void store_factors(Value* out, F16 factors) { store_bf16(out, factors); }
-  static float store_row(Value* out, const float* row, int64_t size) {
-    for (int64_t d = 0; d < size; d += 16) store_factors(out + d, load(row + d));
-    return 1.0f;
-  }
 
   static constexpr float kUnit = 1.44269504f;
   static F16 power(F16 score) { return power_of_two(score); }

@@ -212,15 +212,20 @@ inline int32_t reduce_add_int(I16 x) {
   __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-inline I16 store_rounded(int8_t* p, F16 x) {
+// To the nearest integer, of less than 2^22.
+inline I16 rounded(F16 x) {
   const __m256 rounder = _mm256_set1_ps(12582912.0f);
   const __m256i base = _mm256_set1_epi32(0x4b400000);
-  __m256i a = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base);
-  __m256i b = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.b, rounder)), base);
-  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
+  return {_mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base),
+          _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.b, rounder)), base)};
+}
+inline __m256i words_of(I16 x) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8); }
+inline I16 store_rounded(int8_t* p, F16 x) {
+  const I16 codes = rounded(x);
+  const __m256i words = words_of(codes);
   __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-  return {a, b};
+  return codes;
 }
 
 struct Codes {
@@ -284,14 +289,9 @@ inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
 }
 // Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
 inline void store_rounded_words(int16_t* p, F16 x) {
-  const __m256 rounder = _mm256_set1_ps(12582912.0f);
-  const __m256i base = _mm256_set1_epi32(0x4b400000);
-  const __m256i a = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.a, rounder)), base);
-  const __m256i b = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(x.b, rounder)), base);
   const __m256i order =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(words, order));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(words_of(rounded(x)), order));
 }
 inline I16 dot_words(I16 sum, WordPairs x, const int16_t* two) {
   int32_t word;

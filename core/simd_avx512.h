@@ -161,9 +161,13 @@ inline float reduce_add(F16 x) {
 }
 inline float reduce_max(F16 x) { return _mm512_reduce_max_ps(x); }
 
+// To the nearest integer, of less than 2^22.
+inline I16 rounded(F16 x) {
+  return _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(x, _mm512_set1_ps(12582912.0f))),
+                          _mm512_set1_epi32(0x4b400000));
+}
 inline I16 store_rounded(int8_t* p, F16 x) {
-  const __m512i codes = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(x, _mm512_set1_ps(12582912.0f))),
-                                         _mm512_set1_epi32(0x4b400000));
+  const __m512i codes = rounded(x);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(codes));
   return codes;
 }
@@ -242,11 +246,9 @@ inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
 }
 // Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
 inline void store_rounded_words(int16_t* p, F16 x) {
-  const __m512i codes = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(x, _mm512_set1_ps(12582912.0f))),
-                                         _mm512_set1_epi32(0x4b400000));
   const __m256i order =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(codes), order));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(rounded(x)), order));
 }
 // As asm, because gcc copies every accumulator once per turn of a loop around the intrinsic.
 inline I16 dot_words(I16 sum, WordPairs x, const int16_t* two) {

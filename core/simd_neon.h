@@ -255,14 +255,14 @@ inline float reduce_add(F16 x) {
 inline float reduce_max(F16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d))); }
 inline int32_t reduce_add_int(I16 x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.b), vaddq_s32(x.c, x.d))); }
 
-// Rounds to int8, returns the sum of the codes.
+// To the nearest integer, of less than 2^22.
+inline int32x4_t rounded4(float32x4_t x) {
+  const float32x4_t shifted = vaddq_f32(x, vdupq_n_f32(12582912.0f));
+  return vsubq_s32(vreinterpretq_s32_f32(shifted), vdupq_n_s32(0x4b400000));
+}
+// Rounds to int8, returns the codes.
 inline I16 store_rounded(int8_t* p, F16 x) {
-  const I16 codes = each_register<I16>(
-      [](auto value) {
-        const float32x4_t shifted = vaddq_f32(value, vdupq_n_f32(12582912.0f));
-        return vsubq_s32(vreinterpretq_s32_f32(shifted), vdupq_n_s32(0x4b400000));
-      },
-      x);
+  const I16 codes = HEADRACE_UNARY(I16, rounded4(p));
   const int16x8_t low = vcombine_s16(vmovn_s32(codes.a), vmovn_s32(codes.b));
   const int16x8_t high = vcombine_s16(vmovn_s32(codes.c), vmovn_s32(codes.d));
   vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
@@ -308,8 +308,7 @@ inline void store_word_pairs(int16_t* even, int16_t* odd, Codes x, int zero) {
   store_word_pairs4(even + 24, odd + 24, x.d, zeros);
 }
 inline void store_rounded_words4(int16_t* p, float32x4_t x) {
-  const float32x4_t shifted = vaddq_f32(x, vdupq_n_f32(12582912.0f));
-  const int16x4_t words = vmovn_s32(vsubq_s32(vreinterpretq_s32_f32(shifted), vdupq_n_s32(0x4b400000)));
+  const int16x4_t words = vmovn_s32(rounded4(x));
   const uint8x8_t order = {0, 1, 4, 5, 2, 3, 6, 7};
   const uint8x8_t ordered = vtbl1_u8(vreinterpret_u8_s16(words), order);
   std::memcpy(p, &ordered, sizeof ordered);

@@ -167,13 +167,18 @@ inline float reduce_max(const F16& a) {
   return peak;
 }
 
-// Rounds to int8, returns the sum of the codes.
-inline I16 store_rounded(int8_t* p, const F16& a) {
+// To the nearest integer, of less than 2^22.
+inline I16 rounded(const F16& a) {
   I16 codes;
   for (int i = 0; i < 16; ++i) {
-    codes.v[i] = static_cast<int32_t>(bits_from_f32(a.v[i] + 12582912.0f)) - 0x4b400000;
-    p[i] = static_cast<int8_t>(codes.v[i]);
+    codes.v[i] = static_cast<int32_t>(bits_from_f32(a.v[i] + 12582912.0f) - 0x4b400000u);
   }
+  return codes;
+}
+// Rounds to int8, returns the codes.
+inline I16 store_rounded(int8_t* p, const F16& a) {
+  const I16 codes = rounded(a);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(codes.v[i]);
   return codes;
 }
 
@@ -242,10 +247,11 @@ inline void store_word_pairs(int16_t* even, int16_t* odd, const Codes& x, int ze
 }
 // Rounded to words, which must hold them, each four in the order 0, 2, 1, 3.
 inline void store_rounded_words(int16_t* p, const F16& a) {
+  const I16 codes = rounded(a);
   int16_t words[16];
   for (int i = 0; i < 16; ++i) {
     const int place = i / 4 * 4 + i % 2 * 2 + i % 4 / 2;
-    words[place] = static_cast<int16_t>(bits_from_f32(a.v[i] + 12582912.0f) - 0x4b400000u);
+    words[place] = static_cast<int16_t>(codes.v[i]);
   }
   std::memcpy(p, words, sizeof words);
 }
