@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Generator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin a worker's collection of everything at a folder of its own: each loads what the others have compiled."""
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None or config.args != config.getini("testpaths"):
-        return
+    """Give the run a cache of packed weights of its own; spread the workers' collection of everything."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        cache = os.environ["HEADRACE_CACHE"] = tempfile.mkdtemp(prefix="headrace-tests-")  # not the user's
+        config.add_cleanup(partial(shutil.rmtree, cache, ignore_errors=True))
+    elif config.args == config.getini("testpaths"):
+        collect_apart(config, worker)
+
+
+def collect_apart(config: pytest.Config, worker: str) -> None:
+    """Begin a worker's collection at a folder of its own: each loads what the others have compiled."""
     parts = sorted(str(each) for path in config.args for each in Path(path).iterdir() if has_tests(each))
     start = len(parts) * int(worker.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     config.args = [*parts[start:], *parts[:start]]

@@ -16,6 +16,7 @@ import headrace._core as _core
 from headrace.engine.executors.cpu_executor import CpuExecutor
 from headrace.engine.executors.runner import logits
 from headrace.errors import ModelError, RequestError
+from headrace.models import packing
 from headrace.models.formats.safetensors_file import SafetensorsFile, write_safetensors
 from headrace.models.model_folder import open_model
 from headrace.models.packing import LoadedTensors, load_tensors, packed_size
@@ -122,6 +123,14 @@ def test_the_cache_keeps_within_its_bound(tiny_folder: Path, tmp_path: Path, mon
     monkeypatch.setenv("HEADRACE_CACHE_GIB", "plenty")
     with pytest.raises(RequestError, match="plenty"):
         load(tiny_folder, "bf16", tmp_path)
+
+
+def test_weights_are_packed_in_memory_when_another_process_needed_their_room(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_open_packed", lambda path: None)
+    loaded = load(tiny_folder, "int8", tmp_path)
+    assert loaded.tensors.keys() == load(tiny_folder, "int8", None).tensors.keys()
 
 
 @pytest.mark.parametrize(("bits", "what"), [(0x7FC0, "NaN"), (0x7F80, "infinity")])

@@ -71,10 +71,11 @@ def pack_ahead(
             else:
                 wanted.setdefault(each.path, (each.folder.path.name, each))
     total = sum(each.bytes for _, each in wanted.values())
-    if total > cache_limit() and not check:
+    limit = cache_limit(cache / "packed")
+    if total > limit and not check:
         raise RequestError(
-            f"The packed weights take {total / 2**30:.2f} GiB, and the cache may hold {cache_limit() / 2**30:.2f} GiB. "
-            "Raise HEADRACE_CACHE_GIB.",
+            f"The packed weights take {total / 2**30:.2f} GiB, and the cache may hold {limit / 2**30:.2f} GiB. "
+            f"Raise HEADRACE_CACHE_GIB, or free disk space in {cache}.",
             parameter="HEADRACE_CACHE_GIB",
         )
     yield from unread.values()

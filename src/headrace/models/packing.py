@@ -29,7 +29,7 @@ from headrace.models.model_folder import ModelFolder
 from headrace.models.precision import Precision, WeightFormat, WeightPlan
 from headrace.models.spec import PANEL, ModelSpec
 from headrace.models.tensor_shapes import is_kept_exact, is_product
-from headrace.models.weight_cache import cache_limit, evict_until_fits
+from headrace.models.weight_cache import cache_limit, delete_abandoned, evict_until_fits
 
 VERSION: Final = 4  # increase it when this file changes tensors before the core packs them
 
@@ -73,11 +73,8 @@ def load_tensors(
         # An unwritable cache (full, read-only) only costs time at the next start.
         return _collect(_pieces(folder, plan, pool, progress), mapped=False)
     opened = _open_packed(path)
-    if opened is None:
-        raise ModelError(
-            "Cannot read the packed file that was just written. Check the disk of the cache folder (HEADRACE_CACHE).",
-            path=path,
-        )
+    if opened is None:  # another process needed the room, or the disk is broken
+        return _collect(_pieces(folder, plan, pool, progress), mapped=False)
     return msgspec.structs.replace(opened, mapped=False)
 
 
@@ -101,7 +98,8 @@ def write_packed(
     """Pack a folder's weights into a file of the cache. Return False if the cache may not be so large; OSError if it
     cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not evict_until_fits(path.parent, packed_size(folder.spec, folder.shapes, plan), cache_limit()):
+    delete_abandoned(path.parent)
+    if not evict_until_fits(path.parent, packed_size(folder.spec, folder.shapes, plan), cache_limit(path.parent)):
         return False
     with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
         for piece in _pieces(folder, plan, pool, progress):

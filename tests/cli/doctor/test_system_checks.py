@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import py_compile
 import resource
+import shutil
 import socket
 import sys
 import threading
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,13 +81,17 @@ def test_modules_that_are_compiled_at_each_start_are_a_warning(tmp_path: Path, m
 
 
 def test_little_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 1000
-
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(system_checks.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1_000_000, free=1000))
     found = list(check_folders(Config(storage=StorageConfig(folder=str(tmp_path)))))
     assert [each.state for each in found] == ["warn", "warn"]
+
+
+def test_a_bound_of_the_cache_that_is_no_number_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_CACHE_GIB", "plenty")
+    (found,) = check_folders(None)
+    assert (found.state, "'plenty'" in found.found) == ("fail", True)
 
 
 def test_every_extra_of_a_service_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

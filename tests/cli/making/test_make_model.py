@@ -252,7 +252,7 @@ def test_an_encoder_says_how_it_is_pooled(tmp_path: Path) -> None:
 def test_too_small_a_disk_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, free=10_000_000_000))
     with pytest.raises(HeadraceError, match=r"mistral-7b takes 14\.5 GB, but only 10\.0 GB are free"):
         write_random_model("mistral-7b", tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []

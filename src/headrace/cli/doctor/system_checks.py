@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import resource
-import shutil
 import sys
 import tempfile
 import time
@@ -21,9 +20,11 @@ import headrace
 from headrace.cli.doctor.check_result import CheckResult, fail, ok, warn
 from headrace.cli.doctor.memory_checks import configured_memory
 from headrace.config import Config
+from headrace.disk import disk_space, nearest_folder
 from headrace.engine.executors.cgroups import read_lines
 from headrace.engine.executors.memory import gib
-from headrace.models.weight_cache import cache_folder
+from headrace.errors import RequestError
+from headrace.models.weight_cache import cache_folder, cache_limit
 from headrace.server.process_settings import open_files_needed
 from headrace.server.server import AddressError, listen
 
@@ -86,19 +87,7 @@ def _is_headrace(host: str, port: int, seconds: float) -> bool:
 
 def check_folders(config: Config | None) -> Iterator[CheckResult]:
     """Write a file to the cache and the storage folder, or to where they will be made, and look at the free space."""
-    cache = cache_folder()
-    weights = 0 if config is None else configured_memory(config).weights
-    problem = _why_not_writable(cache)
-    if problem:
-        advice = "Set HEADRACE_CACHE to a writable folder. Without one, weights are packed again at each start."
-        yield warn("cache folder", problem, advice)
-    else:
-        free = shutil.disk_usage(_nearest(cache)).free
-        if free < weights and not (cache / "packed").is_dir():
-            advice = "Free disk space, or set HEADRACE_CACHE to a folder on a larger disk."
-            yield warn("cache folder", f"{cache}: {gib(free)} free, packed weights take {gib(weights)}", advice)
-        else:
-            yield ok("cache folder", f"{cache}: writable, {gib(free)} free")
+    yield _check_cache(0 if config is None else configured_memory(config).weights)
     if config is None:
         return
     storage = config.storage.path
@@ -106,7 +95,7 @@ def check_folders(config: Config | None) -> Iterator[CheckResult]:
     if problem:
         yield fail("storage folder", problem, "Make it writable for the server's user, or change storage.folder.")
         return
-    free = shutil.disk_usage(_nearest(storage)).free
+    free = disk_space(storage).free
     if free < _LEAST_STORAGE:
         advice = "Free disk space, or change storage.folder: files, usage and responses are kept there."
         yield warn("storage folder", f"{storage}: {gib(free)} free", advice)
@@ -114,13 +103,25 @@ def check_folders(config: Config | None) -> Iterator[CheckResult]:
         yield ok("storage folder", f"{storage}: writable, {gib(free)} free")
 
 
-def _nearest(folder: Path) -> Path:
-    return next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+def _check_cache(weights: int) -> CheckResult:
+    cache = cache_folder()
+    problem = _why_not_writable(cache)
+    if problem:
+        advice = "Set HEADRACE_CACHE to a writable folder. Without one, weights are packed again at each start."
+        return warn("cache folder", problem, advice)
+    try:
+        limit = cache_limit(cache / "packed")
+    except RequestError as error:
+        return fail("cache folder", str(error), "Set HEADRACE_CACHE_GIB to a number, or unset it.")
+    if limit < weights:
+        advice = "Free disk space, set HEADRACE_CACHE to a folder on a larger disk, or raise HEADRACE_CACHE_GIB."
+        return warn("cache folder", f"{cache}: room for {gib(limit)}, packed weights take {gib(weights)}", advice)
+    return ok("cache folder", f"{cache}: writable, {gib(disk_space(cache).free)} free")
 
 
 def _why_not_writable(folder: Path) -> str:
     try:
-        with tempfile.TemporaryFile(dir=_nearest(folder)) as file:
+        with tempfile.TemporaryFile(dir=nearest_folder(folder)) as file:
             file.write(b"headrace")
             file.flush()
     except OSError as error:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.disk import disk_space
 from headrace.errors import HeadraceError, RequestError
 from headrace.models.formats.safetensors_file import write_safetensors
 from headrace.models.synthetic.public_shapes import ConfigDict, PublicShape, find_shape
@@ -258,10 +259,6 @@ def write_pooling(folder: Path, config: ConfigDict) -> None:
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": config["hidden_size"]} | pooling)
 
 
-def existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())
-
-
 def write_random_model(name: str, out: Path, *, seed: int = 0, dtype: Dtype = "bf16") -> WrittenModel:
     """Write the directory `out`, which must be missing or empty. It appears complete or not at all."""
     shape = find_shape(name)
@@ -276,7 +273,7 @@ def write_shape(shape: PublicShape, out: Path, dtype: Dtype, seed: int) -> Writt
     tensors = tensors_of(shape)
     weights = sum(tensor.weights for tensor in tensors.values())
     weight_bytes = weights * STORED[dtype][2]
-    free = shutil.disk_usage(existing_parent(out)).free
+    free = disk_space(out).free
     if free < weight_bytes + ROOM_BESIDE_WEIGHTS:
         raise HeadraceError(
             f"{out}: {shape.name} takes {weight_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free."
