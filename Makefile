@@ -18,7 +18,7 @@ SITE_PACKAGES := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("p
 FUZZ_SECONDS ?= 30
 
 .DELETE_ON_ERROR:
-.PHONY: help serve chat services test test-asan test-aarch64 fuzz lint format bench bench-core bench-serve bench-edge docs wheel train train-toy clean
+.PHONY: help serve chat services test test-asan test-amx test-aarch64 fuzz lint format bench bench-core bench-serve bench-edge docs wheel train train-toy clean
 
 help:
 	@echo "make serve      serve the bundled model, or MODEL=path, on port 8000 (ARGS='--port 9000')"
@@ -26,6 +26,7 @@ help:
 	@echo "make test       build the core and run the tests"
 	@echo "make services   install redis-server and postgres (Debian packages, as root) and npm clients, for some tests"
 	@echo "make test-asan  run the core's tests under the address and undefined-behaviour sanitizers"
+	@echo "make test-amx   test the core's kernels for AMX and bf16 on a processor with AVX-512 alone; see CONTRIBUTING.md"
 	@echo "make test-aarch64 test the core for 64-bit ARM in an emulator; see CONTRIBUTING.md"
 	@echo "make fuzz       fuzz the parsers for FUZZ_SECONDS each"
 	@echo "make lint       check style, types and import contracts"
@@ -124,6 +125,13 @@ test-asan: $(STAMPS)/asan $(STAMPS)/test
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONMALLOC=malloc \
 	PYTHONPATH="$(ASAN)/site:$$($(SITE_PACKAGES))" $(BIN)/python -S -m pytest tests/core $(PYTEST_ARGS)
 
+# The core's kernels for AMX and bf16, on a processor with AVX-512 that lacks these instructions.
+test-amx: $(STAMPS)/core $(STAMPS)/test
+	@mkdir -p build
+	@$(CXX) -std=c++20 -O3 -mavx512f -shared -fPIC tests/core/missing_instructions.cpp -o build/missing_instructions.so
+	@LD_PRELOAD="$(CURDIR)/build/missing_instructions.so" $(BIN)/python -m pytest --numprocesses 3 --dist worksteal \
+	  $(or $(PYTEST_ARGS),tests/core)
+
 test-aarch64: $(STAMPS)/build
 	@PYTHON="$(BIN)/python" sh tests/aarch64.sh $(PYTEST_ARGS)
 
@@ -140,12 +148,12 @@ lint: $(STAMPS)/lint $(STAMPS)/runtime $(STAMPS)/test
 	@$(BIN)/ruff format --check
 	@PYTHONPATH=src $(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/clang-format --dry-run -Werror $(CORE)
+	@$(BIN)/clang-format --dry-run -Werror $(CORE) tests/core/*.cpp
 
 format: $(STAMPS)/lint
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
-	@$(BIN)/clang-format -i $(CORE)
+	@$(BIN)/clang-format -i $(CORE) tests/core/*.cpp
 
 # Headrace's server for five minutes, compared with the committed results of it and its peers.
 bench: $(STAMPS)/core

@@ -11,10 +11,25 @@
 #include <sys/auxv.h>
 #endif
 
+#if defined(HEADRACE_X86) && defined(__ELF__)
+// A test preloads a library that has it: see tests/core/missing_instructions.cpp.
+extern "C" __attribute__((weak, visibility("default"))) bool headrace_computes_missing_instructions();
+#endif
+
 namespace headrace {
 namespace {
 
 #if defined(HEADRACE_X86)
+bool computes_missing() {
+#if defined(__ELF__)
+  return headrace_computes_missing_instructions != nullptr && headrace_computes_missing_instructions();
+#else
+  return false;
+#endif
+}
+
+bool has_bf16_pairs() { return __builtin_cpu_supports("avx512bf16") || computes_missing(); }
+
 // A small product must come out as it does without tiles: a virtual machine may offer them and not mean it.
 bool tiles_multiply() {
   constexpr int64_t kRows = 20, kInputs = 64;
@@ -48,8 +63,9 @@ bool tiles_multiply() {
 }
 
 bool has_amx() {
-  static const bool found =
-      __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && amx_allowed() && tiles_multiply();
+  static const bool offered =
+      computes_missing() || (__builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-bf16") && amx_allowed());
+  static const bool found = offered && tiles_multiply();
   return found;
 }
 #elif defined(HEADRACE_ARM64)
@@ -72,7 +88,7 @@ std::vector<std::string> available_isas() {
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vnni");
-  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool pairs = avx512 && has_bf16_pairs();
   if (pairs && has_amx()) names.emplace_back("amx");
   // Intel's cores multiply bf16 by twos at half the speed of f32 one by one; AMD's at twice that speed.
   const bool pairs_first = pairs && __builtin_cpu_is("amd");
@@ -92,7 +108,7 @@ std::vector<std::string> emulated_isas() {
   std::vector<std::string> names;
 #if defined(HEADRACE_X86)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) names.emplace_back("amx-emulated");
+  if (__builtin_cpu_supports("avx512vnni") && has_bf16_pairs()) names.emplace_back("amx-emulated");
 #endif
   return names;
 }
