@@ -47,6 +47,7 @@ from headrace.lab.online.online_checks import failed_check
 from headrace.lab.online.online_lab import OnlineLab
 from headrace.lab.recording.recorder import Recorder
 from headrace.observe import computed_metrics, metrics
+from headrace.observe.gpus.gpu_watch import GpuWatch
 
 if TYPE_CHECKING:
     from headrace.gateway.caches.catalogues.catalogues import Catalogues
@@ -115,6 +116,8 @@ def assemble(
     discovery = _worker_discovery(config, fleet, environ)
     discovering = () if discovery is None else (discovery.run,)
     catalogues = _catalogues(config)
+    gpus = GpuWatch()
+    watching = (gpus.run,) if shared is None else ()
     services = Services(
         fleet=fleet,
         accounts=accounts,
@@ -136,9 +139,10 @@ def assemble(
         observer=observer,
         discovery=discovery,
         capacity=capacity,
+        gpus=gpus,
         # A front process forwards its requests, and the process that owns the state watches them.
         answer_observers=(recorder,),
-        loops=(recorder.run, *autoscaling, *discovering, *(() if catalogues is None else (catalogues.run,))),
+        loops=(recorder.run, *watching, *autoscaling, *discovering, *(() if catalogues is None else (catalogues.run,))),
         objective_watch=None if shared is not None else _objective_watch(config, observer, accounts, environ),
         adapters=AdapterOperations(accounts.shared, accounts.directory, fleet, config.models),
         pins=None if shared is not None else _pins(config, fleet, accounts),

@@ -82,7 +82,8 @@ def test_the_key_is_in_the_environment_and_not_in_the_arguments() -> None:
     for kind, variable in (("vllm", "VLLM_API_KEY"), ("llama.cpp", "LLAMA_API_KEY"), ("openvino", "OPENVINO_API_KEY")):
         config = ManagedConfig(model="m", gpus=(2, 3), environment={"A": "b"})
         found = environment_of(kind, config, {"PATH": "/bin"}, key="secret")
-        assert found == {"PATH": "/bin", "A": "b", "CUDA_VISIBLE_DEVICES": "2,3", variable: "secret"}
+        gpus = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert found == {"PATH": "/bin", "A": "b", **gpus, variable: "secret"}
         assert "secret" not in command(kind)
 
 

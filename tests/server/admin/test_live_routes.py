@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from headrace.cli import main
 from headrace.config import SurfaceConfig
 from headrace.config.ledger_section import PriceConfig
+from headrace.config.managed_section import ManagedConfig
 from headrace.config.tenant_section import BudgetConfig, TenantConfig
+from headrace.config.upstream_section import UpstreamConfig
 from headrace.engine.interface.request import FinishReason
-from headrace.server.admin.live_snapshot import LiveSnapshot
+from headrace.observe.gpus.gpu import Gpu
+from headrace.server.admin.live_snapshot import LiveSnapshot, gpus_json
 from tests.support.accounts import bearer
 from tests.support.admin_server import ROOT, administered
 from tests.support.running_server import asynchronous, request, until, words
@@ -31,6 +35,7 @@ async def test_the_snapshot_shows_traffic_latency_costs_and_the_slowest_requests
         await server.chat("caller-secret", model="nothing")
         live = await server.did("GET", "live")
         assert (live["object"], live["status"]) == ("live", "ready")
+        assert isinstance(live["gpus"], list)
         every = live["latency"]["all"]
         assert (every["requests"], every["failed"], every["output_tokens"]) == (3, 0, 9)
         assert every["percentiles"]["ttft"]["count"] == 3
@@ -50,6 +55,29 @@ async def test_the_snapshot_shows_traffic_latency_costs_and_the_slowest_requests
         assert live["traffic"]["history"][-1]["requests"] == 4
         (budget,) = live["budgets"]
         assert budget["spent_micros"] == every["micros"]
+
+
+def test_gpus_are_listed_with_the_models_of_their_engines() -> None:
+    def served(**managed: Any) -> Any:
+        config = UpstreamConfig(kind="vllm", managed=ManagedConfig(model="m", **managed))
+        return SimpleNamespace(upstream=SimpleNamespace(config=config))
+
+    fleet: Any = SimpleNamespace(
+        served={"mini": SimpleNamespace(upstream=None), "all": served(), "one": served(gpus=(1,))}
+    )
+    first, second = gpus_json(fleet, [Gpu(0, "A", memory_used=20, memory_total=80, busy=0.5), Gpu(1, "B")])
+    assert first == {
+        "gpu": 0,
+        "name": "A",
+        "busy_share": 0.5,
+        "memory_used_bytes": 20,
+        "memory_free_bytes": 60,
+        "memory_total_bytes": 80,
+        "celsius": None,
+        "watts": None,
+        "models": ["all"],
+    }
+    assert second["models"] == ["all", "one"]
 
 
 @asynchronous

@@ -19,6 +19,7 @@ from rich.text import Text
 from headrace.cli.admin.admin_client import printable
 from headrace.cli.admin.admin_output import print_table
 from headrace.cli.doctor.check_result import CheckResult, fail, ok
+from headrace.cli.doctor.gpu_checks import check_gpus
 from headrace.cli.doctor.memory_checks import check_huge_pages, check_memory_of
 from headrace.cli.doctor.processor_checks import check_cores, check_governor, check_processor
 from headrace.cli.doctor.service_checks import check_services
@@ -86,6 +87,7 @@ def _check_all(file: Path | None, environ: Mapping[str, str], timeout: float) ->
     yield from check_processor()
     yield from check_cores(config)
     yield from check_governor()
+    yield from check_gpus(config)
     yield from check_memory_of(config)
     yield from check_huge_pages()
     yield from check_folders(config)

@@ -29,6 +29,7 @@ from headrace.gateway.observation.request_observer import RequestObserver
 from headrace.gateway.routing.dispatcher import Dispatcher
 from headrace.gateway.serving.capacity import CapacityMonitor
 from headrace.gateway.serving.fleet import Fleet
+from headrace.observe.gpus.gpu_watch import GpuWatch
 
 if TYPE_CHECKING:
     from headrace.gateway.caches.catalogues.catalogues import Catalogues
@@ -58,6 +59,7 @@ class Services(msgspec.Struct, kw_only=True):
     background: BackgroundTasks
     observer: RequestObserver
     capacity: CapacityMonitor
+    gpus: GpuWatch
     discovery: WorkerDiscovery | None = None  # None: no model takes workers from a registry
     objective_watch: ObjectiveWatch | None = None
     answer_observers: tuple[AnswerObserver, ...] = ()

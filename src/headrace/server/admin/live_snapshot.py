@@ -15,7 +15,9 @@ from typing import Any, Final
 
 from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
+from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.upstreams.managed_engine import ManagedEngine
+from headrace.observe.gpus.gpu import Gpu
 from headrace.observe.latency.latency_book import Row, Slice, Tick, group
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
@@ -94,6 +96,7 @@ class LiveSnapshot:
             },
             "stages": _stages(texts),
             "engines": engines,
+            "gpus": gpus_json(services.fleet, services.gpus.latest),
             "workers": [each for each in list_workers(services.fleet, services.discovery) if "://" in each["address"]][
                 :_LISTED
             ],
@@ -293,6 +296,19 @@ def _stages(rows: Sequence[tuple[Slice, Row]]) -> list[dict[str, Any]]:
         {"stage": name, "mean_ms": _ms(seconds / row.requests), "share": round(seconds / total, 4) if total else 0.0}
         for total in (sum(row.stages.values()),)
         for name, seconds in row.stages.items()
+    ]
+
+
+def gpus_json(fleet: Fleet, gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
+    """Return GPUs with the models whose managed engines may use them."""
+    users = [
+        (name, managed.gpus)
+        for name, served in fleet.served.items()
+        if served.upstream is not None and (managed := served.upstream.config.managed) is not None
+    ]
+    return [
+        {**gpu.as_json(), "models": [name for name, numbers in users if numbers is None or gpu.number in numbers]}
+        for gpu in gpus
     ]
 
 

@@ -61,6 +61,7 @@
 
   // Parts of the page
 
+  const measure = (value, unit) => (value === null ? "–" : `${number(value, 0)} ${unit}`);
   const rate = (value, unit) => (value === null || value === undefined ? "–" : `${number(value / 1e9)} G${unit}`);
 
   const tile = (name, value, note, bad = false) => {
@@ -174,6 +175,16 @@
       ["computes", (row) => rate(row.operations_per_s, "op/s")],
       ["restarts", (row) => number(row.restarts, 0)],
     ], live.engines);
+    by("gpus").hidden = !live.gpus.length;
+    table(by("gpus"), [
+      ["GPU", (row) => `${row.gpu} ${row.name}`],
+      ["busy", (row) => percent(row.busy_share)],
+      ["memory free", (row) => bytes(row.memory_free_bytes)],
+      ["of", (row) => bytes(row.memory_total_bytes)],
+      ["temperature", (row) => measure(row.celsius, "°C")],
+      ["power", (row) => measure(row.watts, "W")],
+      ["engines of", (row) => row.models.join(", ") || "–"],
+    ], live.gpus);
     by("workers").hidden = !live.workers.length;
     table(by("workers"), [
       ["worker", (row) => row.address],
