@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
+from headrace.engine.grammar import grammar_state
 from headrace.engine.grammar.constraints import (
     Grammar,
     GrammarCompiler,
@@ -558,6 +561,22 @@ def test_a_sequence_does_not_come_to_its_bound_by_what_others_wrote(tokenizer: T
             assert token in allowed(mask)
             state.advance([token])
         assert state.finished
+    grammars.close()
+
+
+@pytest.mark.parametrize(("clock", "renewed"), [("monotonic", True), ("thread_time", False)])
+def test_a_grammar_is_compiled_again_if_that_takes_little_processor_time(
+    clock: str, renewed: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, other processes take most of the time that a compilation lasts."""
+    ticks = itertools.count()
+    clocks = {"monotonic": time.monotonic, "thread_time": time.thread_time, clock: lambda: float(next(ticks))}
+    monkeypatch.setattr(grammar_state, "time", SimpleNamespace(**clocks))
+    grammars = GrammarCompiler(tokenizer)
+    state = grammars.compile(Grammar("regex", "[a-z]+"))
+    before = state._compiled.matcher  # pyright: ignore[reportPrivateUsage]
+    state.rebuild()
+    assert (state._compiled.matcher is not before) == renewed  # pyright: ignore[reportPrivateUsage]
     grammars.close()
 
 

@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError
 Mask = NDArray[np.uint32]
 
 _MOST_FORCED: Final = 64  # tokens at a time; about 20 us each, 100 us in a long text
-_RENEW_SECONDS: Final = 0.3  # bound on a recompilation that a step waits for, which is rare
+_RENEW_SECONDS: Final = 0.3  # of processor time: bound on a recompilation that a step waits for, which is rare
 
 
 class GrammarError(HeadraceError):
@@ -36,9 +36,9 @@ class CompiledGrammar:
 
     def __init__(self, make: Callable[[], LLMatcher]) -> None:
         self._make = make
-        began = time.monotonic()
+        began = time.thread_time()
         self.matcher = make()
-        self._seconds = time.monotonic() - began
+        self._seconds = time.thread_time() - began
 
     def renew(self, failed: LLMatcher) -> None:
         """Compile again, unless that happened since `failed` was copied, or takes too long for a step."""
