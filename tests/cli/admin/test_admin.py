@@ -128,7 +128,9 @@ async def test_keys(terminal: Terminal, tmp_path: Path) -> None:
         assert done.json["secret"] != secret
         assert [each["expires_at"] is None for each in done.json["secrets"]] == [False, True]
         done = await terminal("rotate-key", key.key)
-        assert re.search(rf"^secrets +…{secret[-4:]} of [-0-9]+ [:0-9]+ until .*, …\w{{4}} of ", done.out, re.MULTILINE)
+        assert re.search(
+            rf"^secrets +…{secret[-4:]} of [-0-9]+ [:0-9]+ until .*, …[\w-]{{4}} of ", done.out, re.MULTILINE
+        )
         done = await terminal("keys", "--tenant", "red")
         assert done.out.splitlines()[0].split()[:4] == ["id", "name", "tenant", "status"]
         assert secret[-4:] in done.out

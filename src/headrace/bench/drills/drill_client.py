@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 _STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
-_TIMEOUT_S: Final = 120.0  # for one response
+_TIMEOUT_S: Final = 600.0  # for one response
 
 
 class ChatReply(msgspec.Struct):

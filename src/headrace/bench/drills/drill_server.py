@@ -22,7 +22,7 @@ from headrace.errors import HeadraceError
 KEY: Final = "drill"  # API key, with write access to the admin API
 _START_TIMEOUT_S: Final = 300.0
 _STOP_TIMEOUT_S: Final = 20.0
-_PORT_TIMEOUT_S: Final = 60.0
+_PORT_TIMEOUT_S: Final = 300.0
 
 _SERVING: Final = re.compile(r"^Serving .* at (http://127\.0\.0\.1:\d+)/v1", re.MULTILINE)  # with format = "text"
 _COMMON_CONFIG: Final = """

@@ -18,7 +18,7 @@ OPEN_S = 2.0  # for which the circuit breaker stays open
 RETURN_S = 20.0  # by when the upstream must be used again
 QUICK_S = 1.5  # TTFT once the upstream is known to be down
 WORD: Final = "upstream "
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 300.0
 CONFIG = """
 [models.mini]
 

@@ -13,7 +13,7 @@ CONFIG = "[models.mini]\n"
 STREAMS = 16
 TOKENS = 160
 PAUSE_S = 10.0  # that a client may wait for the new worker
-_RESTART_TIMEOUT_S = 120.0
+_RESTART_TIMEOUT_S = 600.0
 
 
 async def run() -> list[Promise]:
