@@ -129,6 +129,8 @@ test-asan: $(STAMPS)/asan $(STAMPS)/test
 test-amx: $(STAMPS)/core $(STAMPS)/test
 	@mkdir -p build
 	@$(CXX) -std=c++20 -O3 -mavx512f -shared -fPIC tests/core/missing_instructions.cpp -o build/missing_instructions.so
+	@LD_PRELOAD="$(CURDIR)/build/missing_instructions.so" $(BIN)/python -c 'import sys; from headrace import _core; \
+	  sys.exit("amx" not in _core.isa_available() and "test-amx needs a processor with AVX-512 and VNNI.")'
 	@LD_PRELOAD="$(CURDIR)/build/missing_instructions.so" $(BIN)/python -m pytest --numprocesses 3 --dist worksteal \
 	  $(or $(PYTEST_ARGS),tests/core)
 

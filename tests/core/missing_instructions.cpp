@@ -352,7 +352,7 @@ extern "C" {
 // The core asks it: see core/isa.cpp.
 __attribute__((visibility("default"))) bool headrace_computes_missing_instructions() { return true; }
 
-// Nobody else takes the signal: Python's faulthandler would.
+// Keeps the signal: Python's faulthandler would replace the handler.
 __attribute__((visibility("default"))) int sigaction(int number, const struct sigaction* action,
                                                      struct sigaction* before) noexcept {
   return real_sigaction()(number, number == SIGILL ? nullptr : action, before);

@@ -84,10 +84,9 @@ def run(library: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_core_offers_what_the_library_computes(library: Path) -> None:
     program = "from headrace import _core; print(*_core.isa_available(), *_core.isa_emulated())"
-    assert run(library, sys.executable, "-c", program).stdout.split() == [
-        *("amx", "avx512", "avx512bf16", "avx2", "portable"),
-        "amx-emulated",
-    ]
+    first, *others = run(library, sys.executable, "-c", program).stdout.split()
+    assert first == "amx"
+    assert set(others) == {"avx512", "avx512bf16", "avx2", "portable", "amx-emulated"}
 
 
 def test_tiles_give_the_bits_of_those_in_plain_c(library: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -91,6 +93,10 @@ def test_a_cache_that_may_not_hold_them_is_an_error_before_anything_is_packed(
     with pytest.raises(RequestError, match=r"the cache may hold 0\.00 GiB\. Raise HEADRACE_CACHE_GIB"):
         packed(tmp_path, Variant(model="draft", weights="int4"))
     assert not (tmp_path / "packed").exists()
+    monkeypatch.delenv("HEADRACE_CACHE_GIB")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**12, free=2**31))
+    with pytest.raises(RequestError, match=r"hold 0\.00 GiB\. Free disk space, or set HEADRACE_CACHE to"):
+        packed(tmp_path, Variant(model="draft", weights="int4"))
     with pytest.raises(RequestError, match="cache = false"):
         packed(tmp_path, Variant(model="draft", cache=False))
 

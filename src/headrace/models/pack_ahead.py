@@ -21,7 +21,7 @@ from headrace.models.own_module import own_module
 from headrace.models.packing import is_packed, packed_file, packed_size, write_packed
 from headrace.models.precision import WeightPlan
 from headrace.models.vision.vision_folder import has_vision, open_vision
-from headrace.models.weight_cache import cache_limit
+from headrace.models.weight_cache import cache_limit, configured_limit
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
 
@@ -75,7 +75,11 @@ def pack_ahead(
     if total > limit and not check:
         raise RequestError(
             f"The packed weights take {total / 2**30:.2f} GiB, and the cache may hold {limit / 2**30:.2f} GiB. "
-            f"Raise HEADRACE_CACHE_GIB, or free disk space in {cache}.",
+            + (
+                "Raise HEADRACE_CACHE_GIB."
+                if total > configured_limit()
+                else "Free disk space, or set HEADRACE_CACHE to a folder on a larger disk."
+            ),
             parameter="HEADRACE_CACHE_GIB",
         )
     yield from unread.values()
@@ -88,7 +92,8 @@ def pack_ahead(
         else:
             if not write_packed(each.folder, each.plan, pool, path, partial(progress, model)):
                 raise InsufficientMemoryError(
-                    f"{path.parent} has no room for {model}. Delete what is not needed there."
+                    f"{path.parent} has no room for {model}. Free disk space, or set HEADRACE_CACHE to a folder on a "
+                    "larger disk."
                 )
             yield each.described(model, "packed")
 

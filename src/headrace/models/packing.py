@@ -29,7 +29,7 @@ from headrace.models.model_folder import ModelFolder
 from headrace.models.precision import Precision, WeightFormat, WeightPlan
 from headrace.models.spec import PANEL, ModelSpec
 from headrace.models.tensor_shapes import is_kept_exact, is_product
-from headrace.models.weight_cache import cache_limit, delete_abandoned, evict_until_fits
+from headrace.models.weight_cache import cache_limit, delete_abandoned, evict_until_fits, has_room
 
 VERSION: Final = 4  # increase it when this file changes tensors before the core packs them
 
@@ -99,7 +99,8 @@ def write_packed(
     cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_abandoned(path.parent)
-    if not evict_until_fits(path.parent, packed_size(folder.spec, folder.shapes, plan), cache_limit(path.parent)):
+    size = packed_size(folder.spec, folder.shapes, plan)
+    if not evict_until_fits(path.parent, size, cache_limit(path.parent)) or not has_room(path.parent, size):
         return False
     with PackWriter(path, {"layout": _core.LAYOUT, "model": folder.path.name}) as writer:
         for piece in _pieces(folder, plan, pool, progress):

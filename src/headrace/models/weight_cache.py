@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from headrace.disk import disk_space
+from headrace.disk import DiskSpace, disk_space
 from headrace.errors import RequestError
 
 _DEFAULT_GIB: Final = 64.0
-_KEPT_FREE: Final = 8 * 2**30
+_KEPT_FREE: Final = 2 * 2**30
 _ABANDONED_S: Final = 3600.0  # without a write: no process packs one tensor so long
 
 
@@ -28,16 +28,28 @@ def cache_folder() -> Path:
 def cache_limit(folder: Path) -> int:
     """Return the maximum bytes of packed weights: HEADRACE_CACHE_GIB, or 64 GiB, and less on a disk that would be full.
 
-    A twentieth of the folder's disk stays free, at most 8 GiB.
+    A twentieth of the folder's disk stays free, at most 2 GiB.
     """
     disk = disk_space(folder)
     if not disk.total:  # such as /proc, where writing fails
-        return _configured_limit()
-    room = sum(size for _, size, _ in _packed_files(folder)) + disk.free - min(disk.total // 20, _KEPT_FREE)
-    return max(0, min(_configured_limit(), room))
+        return configured_limit()
+    room = sum(size for _, size, _ in _packed_files(folder)) + disk.free - _kept_free(disk)
+    return max(0, min(configured_limit(), room))
 
 
-def _configured_limit() -> int:
+def has_room(folder: Path, needed: int) -> bool:
+    """Return whether `needed` more bytes leave enough of the disk free. Evicted files that a process maps still take
+    theirs."""
+    disk = disk_space(folder)
+    return disk.free - needed >= _kept_free(disk)
+
+
+def _kept_free(disk: DiskSpace) -> int:
+    return min(disk.total // 20, _KEPT_FREE)
+
+
+def configured_limit() -> int:
+    """Return HEADRACE_CACHE_GIB in bytes, or 64 GiB."""
     setting = os.environ.get("HEADRACE_CACHE_GIB")
     if not setting:
         return int(_DEFAULT_GIB * 2**30)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import FAILED, WRONG_USAGE, main
+from headrace.cli.doctor import gpu_checks
 from tests.support.documentation import free_port
 
 Checks = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
@@ -23,6 +24,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HEADRACE_STORAGE_FOLDER", str(tmp_path / "storage"))
     monkeypatch.setenv("HEADRACE_SERVER_PORT", "0")
+    monkeypatch.setattr(gpu_checks, "open_gpus", lambda: None)
 
 
 @pytest.fixture

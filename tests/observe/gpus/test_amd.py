@@ -30,8 +30,8 @@ def test_cards_of_amdgpu_are_read_in_their_order(tmp_path: Path) -> None:
     read = open_amd(tmp_path)
     assert read is not None
     assert read() == [
-        Gpu(0, "AMD Instinct MI300X", memory_used=1000, memory_total=4000, busy=0.81, celsius=61.0, watts=412.0),
-        Gpu(1, "AMD GPU", memory_used=250, memory_total=1000),
+        Gpu(0, "AMD Instinct MI300X", "amd", memory_used=1000, memory_total=4000, busy=0.81, celsius=61.0, watts=412.0),
+        Gpu(1, "AMD GPU", "amd", memory_used=250, memory_total=1000),
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_card_that_is_gone_says_nothing(tmp_path: Path) -> None:
     read = open_amd(tmp_path)
     assert read is not None
     (device / "mem_info_vram_total").unlink()
-    assert read() == [Gpu(0, "AMD GPU")]
+    assert read() == [Gpu(0, "AMD GPU", "amd")]
 
 
 def test_without_cards_there_is_nothing_to_read(tmp_path: Path) -> None:

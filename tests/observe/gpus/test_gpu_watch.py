@@ -24,29 +24,27 @@ def series() -> set[str]:
     return {line for line in metrics.exposition().decode().splitlines() if line.startswith("headrace_gpu_")}
 
 
+async def run_until(seen: threading.Event, watch: GpuWatch) -> None:
+    task = asyncio.create_task(watch.run())
+    await asyncio.to_thread(seen.wait)
+    task.cancel()
+    await asyncio.wait([task])
+
+
 def watch(*readings: Sequence[Gpu] | Exception) -> GpuWatch:
-    """A watch that has seen all readings, and went on with the last one."""
-    return asyncio.run(_watch(*readings))
-
-
-async def _watch(*readings: Sequence[Gpu] | Exception) -> GpuWatch:
+    """A watch that has seen all readings."""
     seen, left = threading.Event(), list(readings)
 
     def read() -> Sequence[Gpu]:
-        if len(left) == 1:
-            seen.set()
-        found = left.pop(0) if len(left) > 1 else left[0]
+        found = left.pop(0) if left else seen.set() or readings[-1]
         if isinstance(found, Exception):
             raise found
         return found
 
-    made = GpuWatch(lambda: read, every_s=0.001)
-    task = asyncio.create_task(made.run())
-    await asyncio.to_thread(seen.wait)
-    while made.latest != (() if isinstance(readings[-1], Exception) else readings[-1]):
-        await asyncio.sleep(0.001)
-    task.cancel()
-    await asyncio.wait([task])
+    made = GpuWatch(lambda: read, every_s=0.001, again_s=0.001)
+    asyncio.run(run_until(seen, made))
+    assert made.thread is not None
+    made.thread.join()
     return made
 
 
@@ -67,6 +65,7 @@ def test_metrics_have_what_the_driver_says() -> None:
 def test_the_last_reading_counts() -> None:
     made = watch([Gpu(0, "A", busy=0.5)], [Gpu(0, "A", busy=1.0)])
     assert [gpu.busy for gpu in made.latest] == [1.0]
+    assert series() == {'headrace_gpu_busy_share{gpu="0",name="A"} 1.0'}
 
 
 def test_a_driver_that_fails_is_asked_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,29 +75,39 @@ def test_a_driver_that_fails_is_asked_again_and_logged_once(caplog: pytest.LogCa
     assert sum("cannot read the GPUs" in line for line in caplog.messages) == 2
 
 
-async def run_until(asked: threading.Event, watch: GpuWatch) -> None:
-    task = asyncio.create_task(watch.run())
-    await asyncio.to_thread(asked.wait)
-    task.cancel()
-    await asyncio.wait([task])
-
-
-def test_a_driver_that_hangs_delays_nothing() -> None:
-    never, asked = threading.Event(), threading.Event()
+def test_what_a_driver_said_before_it_hung_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
+    never, readings = threading.Event(), iter([[Gpu(0, "A", busy=0.5)]])
 
     def read() -> Sequence[Gpu]:
-        asked.set()
+        if (found := next(readings, None)) is not None:
+            return found
         never.wait()
         return ()
 
-    made = GpuWatch(lambda: read)
-    asyncio.run(run_until(asked, made))
-    assert made.latest == ()
-    never.set()
+    async def run() -> None:
+        made = GpuWatch(lambda: read, every_s=0.001)
+        task = asyncio.create_task(made.run())
+        while not any("does not answer" in line for line in caplog.messages):
+            await asyncio.sleep(0.001)
+        assert (made.latest, series()) == ((), set())
+        task.cancel()
+        await asyncio.wait([task])
+        never.set()
+        assert made.thread is not None
+        await asyncio.to_thread(made.thread.join)
+
+    asyncio.run(run())
 
 
-def test_a_machine_without_gpus_has_none() -> None:
-    opened = threading.Event()
-    made = GpuWatch(opened.set, every_s=0.001)
-    asyncio.run(run_until(opened, made))
-    assert made.latest == ()
+def test_a_driver_that_is_loaded_later_is_found() -> None:
+    seen, opened = threading.Event(), iter([None, None])
+
+    def read() -> Sequence[Gpu]:
+        seen.set()
+        return [Gpu(0, "A")]
+
+    made = GpuWatch(lambda: next(opened, read), every_s=0.001, again_s=0.001)
+    asyncio.run(run_until(seen, made))
+    assert made.thread is not None
+    made.thread.join()
+    assert made.latest == [Gpu(0, "A")]

@@ -20,7 +20,7 @@ STAND_IN = r"""
 typedef struct { unsigned number; } *Device;
 static struct { unsigned number; } devices[2] = {{0}, {1}};
 int nvmlInit_v2(void) { return INIT; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return COUNT; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned number, Device *device) {
   if (number > 1) return 15; /* it is lost */
   *device = (Device)&devices[number];
@@ -54,11 +54,12 @@ int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatts) {
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 
 
-def library(folder: Path, *, init: int = 0) -> str:
+def library(folder: Path, *, init: int = 0, count: int = 0) -> str:
     assert COMPILER is not None
     source, target = folder / "nvml.c", folder / "libnvidia-ml.so.1"
     source.write_text(STAND_IN)
-    subprocess.run([COMPILER, "-shared", "-fPIC", f"-DINIT={init}", str(source), "-o", str(target)], check=True)
+    results = (f"-DINIT={init}", f"-DCOUNT={count}")
+    subprocess.run([COMPILER, "-shared", "-fPIC", *results, str(source), "-o", str(target)], check=True)
     return str(target)
 
 
@@ -70,6 +71,13 @@ def test_all_that_the_driver_says_is_read(tmp_path: Path) -> None:
         Gpu(0, "NVIDIA A", **memory, busy=0.37, celsius=54.0, watts=312.5),
         Gpu(1, "NVIDIA B", **memory, celsius=54.0),
     ]
+
+
+def test_a_driver_that_lost_its_gpus_is_an_error(tmp_path: Path) -> None:
+    read = open_nvml(library(tmp_path, count=999))
+    assert read is not None
+    with pytest.raises(OSError, match="NVML error 999"):
+        read()
 
 
 def test_a_driver_that_does_not_start_and_a_machine_without_one_have_no_gpus(tmp_path: Path) -> None:

@@ -58,14 +58,20 @@ async def test_the_snapshot_shows_traffic_latency_costs_and_the_slowest_requests
 
 
 def test_gpus_are_listed_with_the_models_of_their_engines() -> None:
-    def served(**managed: Any) -> Any:
-        config = UpstreamConfig(kind="vllm", managed=ManagedConfig(model="m", **managed))
+    def served(kind: Any = "vllm", **managed: Any) -> Any:
+        config = UpstreamConfig(kind=kind, managed=ManagedConfig(model="m", **managed))
         return SimpleNamespace(upstream=SimpleNamespace(config=config))
 
     fleet: Any = SimpleNamespace(
-        served={"mini": SimpleNamespace(upstream=None), "all": served(), "one": served(gpus=(1,))}
+        served={
+            "mini": SimpleNamespace(upstream=None),
+            "all": served(),
+            "one": served(gpus=(1,)),
+            "intel": served("openvino", gpus=(1,)),
+        }
     )
-    first, second = gpus_json(fleet, [Gpu(0, "A", memory_used=20, memory_total=80, busy=0.5), Gpu(1, "B")])
+    gpus = [Gpu(0, "A", memory_used=20, memory_total=80, busy=0.5), Gpu(1, "B"), Gpu(1, "C", "amd")]
+    first, second, third = gpus_json(fleet, gpus)
     assert first == {
         "gpu": 0,
         "name": "A",
@@ -78,6 +84,7 @@ def test_gpus_are_listed_with_the_models_of_their_engines() -> None:
         "models": ["all"],
     }
     assert second["models"] == ["all", "one"]
+    assert third["models"] == []
 
 
 @asynchronous

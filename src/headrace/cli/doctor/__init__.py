@@ -87,7 +87,7 @@ def _check_all(file: Path | None, environ: Mapping[str, str], timeout: float) ->
     yield from check_processor()
     yield from check_cores(config)
     yield from check_governor()
-    yield from check_gpus(config)
+    yield from check_gpus(config, timeout)
     yield from check_memory_of(config)
     yield from check_huge_pages()
     yield from check_folders(config)

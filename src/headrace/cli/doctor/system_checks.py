@@ -116,7 +116,7 @@ def _check_cache(weights: int) -> CheckResult:
     if limit < weights:
         advice = "Free disk space, set HEADRACE_CACHE to a folder on a larger disk, or raise HEADRACE_CACHE_GIB."
         return warn("cache folder", f"{cache}: room for {gib(limit)}, packed weights take {gib(weights)}", advice)
-    return ok("cache folder", f"{cache}: writable, {gib(disk_space(cache).free)} free")
+    return ok("cache folder", f"{cache}: writable, room for {gib(limit)} of packed weights")
 
 
 def _why_not_writable(folder: Path) -> str:

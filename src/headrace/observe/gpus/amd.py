@@ -38,6 +38,7 @@ def _read(number: int, device: Path) -> Gpu:
     return Gpu(
         number,
         _text(device / "product_name") or "AMD GPU",
+        vendor="amd",
         memory_used=_number(device / "mem_info_vram_used"),
         memory_total=_number(device / "mem_info_vram_total"),
         busy=None if busy is None else busy / 100,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
     number: int  # as the vendor's own tool counts
     name: str
+    vendor: Literal["nvidia", "amd"] = "nvidia"
     memory_used: int | None = None  # bytes, of all processes
     memory_total: int | None = None
     busy: float | None = None  # share of the last sample's time in which a kernel ran
@@ -36,6 +37,12 @@ class Gpu(msgspec.Struct, frozen=True):
             "celsius": self.celsius,
             "watts": self.watts,
         }
+
+
+def numbered_gpus(gpus: Sequence[Gpu]) -> dict[int, Gpu]:
+    """Return the GPUs that engines name by number: NVIDIA's, or AMD's on a machine without any of NVIDIA's."""
+    vendor = "nvidia" if any(gpu.vendor == "nvidia" for gpu in gpus) else "amd"
+    return {gpu.number: gpu for gpu in gpus if gpu.vendor == vendor}
 
 
 GpuReader = Callable[[], Sequence[Gpu]]  # may take long where a driver hangs

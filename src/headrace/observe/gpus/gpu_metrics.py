@@ -22,16 +22,26 @@ _memory: Final = Gauge(
 _celsius: Final = Gauge("headrace_gpu_celsius", "Temperature of a GPU.", ("gpu", "name"), registry=registry)
 _watts: Final = Gauge("headrace_gpu_watts", "Power that a GPU takes.", ("gpu", "name"), registry=registry)
 
+_reported: Final[set[tuple[Gauge, tuple[str, ...]]]] = set()  # series
+
 
 def set_gpus(found: Sequence[Gpu]) -> None:
-    """Set the gauges of all GPUs. Those of former ones, and of what a driver no longer says, go."""
-    for gauge in (_busy, _memory, _celsius, _watts):
-        gauge.clear()
+    """Set the gauges of all GPUs, and remove series that the driver no longer reports."""
+    kept: set[tuple[Gauge, tuple[str, ...]]] = set()
+
+    def put(gauge: Gauge, labels: tuple[str, ...], value: float | None) -> None:
+        if value is not None:
+            gauge.labels(*labels).set(value)
+            kept.add((gauge, labels))
+
     for each in found:
         labels = (str(each.number), each.name)
-        for gauge, value in ((_busy, each.busy), (_celsius, each.celsius), (_watts, each.watts)):
-            if value is not None:
-                gauge.labels(*labels).set(value)
-        for state, size in (("used", each.memory_used), ("free", each.memory_free)):
-            if size is not None:
-                _memory.labels(*labels, state).set(size)
+        put(_busy, labels, each.busy)
+        put(_celsius, labels, each.celsius)
+        put(_watts, labels, each.watts)
+        put(_memory, (*labels, "used"), each.memory_used)
+        put(_memory, (*labels, "free"), each.memory_free)
+    for gauge, labels in _reported - kept:
+        gauge.remove(*labels)
+    _reported.clear()
+    _reported.update(kept)

@@ -38,8 +38,8 @@ def open_nvml(library: str = LIBRARY) -> GpuReader | None:
 
 def _read_all(nvml: Any) -> Sequence[Gpu]:
     count = ctypes.c_uint()
-    if nvml.nvmlDeviceGetCount_v2(byref(count)) != _OK:
-        return ()
+    if (code := nvml.nvmlDeviceGetCount_v2(byref(count))) != _OK:
+        raise OSError(f"NVIDIA's driver does not count its GPUs: NVML error {code}. See nvidia-smi.")
     found: list[Gpu] = []
     for number in range(count.value):
         device = ctypes.c_void_p()

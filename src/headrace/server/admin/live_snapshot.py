@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError
 from headrace.gateway.api_errors import ApiError
 from headrace.gateway.serving.fleet import Fleet
 from headrace.gateway.upstreams.managed_engine import ManagedEngine
-from headrace.observe.gpus.gpu import Gpu
+from headrace.observe.gpus.gpu import Gpu, numbered_gpus
 from headrace.observe.latency.latency_book import Row, Slice, Tick, group
 from headrace.observe.traces.request_record import RequestRecord
 from headrace.server.admin.admin_usage import UsageExport
@@ -304,12 +304,16 @@ def gpus_json(fleet: Fleet, gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
     users = [
         (name, managed.gpus)
         for name, served in fleet.served.items()
-        if served.upstream is not None and (managed := served.upstream.config.managed) is not None
+        if (upstream := served.upstream) is not None
+        and (managed := upstream.config.managed) is not None
+        and upstream.config.kind != "openvino"  # it counts Intel's GPUs
     ]
-    return [
-        {**gpu.as_json(), "models": [name for name, numbers in users if numbers is None or gpu.number in numbers]}
-        for gpu in gpus
-    ]
+    numbered = numbered_gpus(gpus).values()
+
+    def models(gpu: Gpu) -> list[str]:
+        return [name for name, numbers in users if gpu in numbered and (numbers is None or gpu.number in numbers)]
+
+    return [{**gpu.as_json(), "models": models(gpu)} for gpu in gpus]
 
 
 def _managed(model: str, kind: str, engine: ManagedEngine) -> dict[str, Any]:
