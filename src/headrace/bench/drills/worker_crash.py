@@ -60,7 +60,7 @@ def pause_is_short(crashed: Sequence[ChatReply]) -> Promise:
 
 def worker_restarts(restarted: bool, readiness: str) -> Promise:
     return Promise(
-        "the worker restarts by itself, and the server stays ready",
+        "the worker restarts by itself, and the server is ready again",
         f"the worker {'restarted' if restarted else 'did not restart'}; /health/ready says {readiness}",
         restarted and readiness == "ready",
     )
