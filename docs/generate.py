@@ -26,7 +26,6 @@ from headrace.config.loader import OPTIONS
 from headrace.config.toml_text import toml_value
 from headrace.lab.techniques import TECHNIQUES
 from headrace.observe import computed_metrics, metrics
-from headrace.observe.gpus import gpu_metrics  # noqa: F401 - it registers its metrics
 from headrace.variant import Variant
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,6 @@ import headrace
 from headrace.cli import COMMANDS, app
 from headrace.models.families import FAMILIES, HEADLESS, RERANKERS
 from headrace.observe import computed_metrics, metrics
-from headrace.observe.gpus import gpu_metrics  # noqa: F401 - it registers its metrics
 
 ROOT = Path(__file__).parent.parent
 NOT_OURS = {

@@ -28,7 +28,7 @@ struct TileConfig {
 };
 
 thread_local TileConfig config;  // of palette 0 where none is loaded
-thread_local uint8_t tiles[kTiles][kTileRows][kTileBytes];
+alignas(64) thread_local uint8_t tiles[kTiles][kTileRows][kTileBytes];
 
 [[noreturn]] void fault(const char* why) {
   char line[160];
@@ -105,27 +105,22 @@ struct Instruction {
 // Returns false for what is not encoded as the instructions that are known here.
 bool decode(Registers& registers, Instruction& found) {
   const uint8_t* p = registers.code();
-  int r, x, b;
-  if (p[0] == 0x62) {
-    // Map 0F38, W0; 64 bytes without a mask or a broadcast.
+  found.evex = p[0] == 0x62;
+  // Map 0F38 and W0: as EVEX with 64 bytes, without a mask or a broadcast; as VEX with 128 bits.
+  if (found.evex) {
     if ((p[1] & 0x0f) != 2 || (p[2] & 0x84) != 4 || (p[3] & 0xf7) != 0x40) return false;
-    found.evex = true;
-    r = !(p[1] & 0x80), x = !(p[1] & 0x40), b = !(p[1] & 0x20);
-    found.other = (~p[2] >> 3 & 15) | !(p[3] & 8) << 4;
-    found.prefix = p[2] & 3;
-    found.reg = !(p[1] & 0x10) << 4;
-    p += 4;
-  } else if (p[0] == 0xc4) {
-    if ((p[1] & 0x1f) != 2 || (p[2] & 0x84) != 0) return false;  // map 0F38, W0, 128 bits
-    found.evex = false;
-    r = !(p[1] & 0x80), x = !(p[1] & 0x40), b = !(p[1] & 0x20);
-    found.other = ~p[2] >> 3 & 15;
-    found.prefix = p[2] & 3;
-    found.reg = 0;
-    p += 3;
-  } else {
+  } else if (p[0] != 0xc4 || (p[1] & 0x1f) != 2 || (p[2] & 0x84) != 0) {
     return false;
   }
+  const int r = !(p[1] & 0x80), x = !(p[1] & 0x40), b = !(p[1] & 0x20);
+  found.prefix = p[2] & 3;
+  found.other = ~p[2] >> 3 & 15;
+  found.reg = 0;
+  if (found.evex) {
+    found.other |= !(p[3] & 8) << 4;
+    found.reg = !(p[1] & 0x10) << 4;
+  }
+  p += found.evex ? 4 : 3;
   found.opcode = *p++;
   const int mode = *p >> 6, rm = *p & 7;
   found.reg |= (*p >> 3 & 7) | r << 3;
@@ -229,59 +224,57 @@ void load_config(uint64_t address) {
   config = loaded;
 }
 
+// Adds to a row of sums. First and second inputs of the pairs are added up apart, and then together.
+void add_bf16(const uint8_t* left, const uint8_t (*right)[kTileBytes], int steps, float* sums) {
+  float parts[2][16] = {};
+  for (int k = 0; k < steps; ++k) {
+    for (int part = 0; part < 2; ++part) {
+      uint16_t factor;
+      memcpy(&factor, left + 4 * k + 2 * part, 2);
+      for (int n = 0; n < 16; ++n) {
+        uint16_t weight;
+        memcpy(&weight, right[k] + 4 * n + 2 * part, 2);
+        parts[part][n] = fmaf(from_bf16(factor), from_bf16(weight), parts[part][n]);
+      }
+    }
+  }
+  for (int n = 0; n < 16; ++n) sums[n] += parts[0][n] + parts[1][n];
+}
+
+void add_bytes(const uint8_t* left, const uint8_t (*right)[kTileBytes], int steps, int prefix, uint32_t* sums) {
+  const bool left_signed = prefix >= 2, right_signed = prefix == 3 || prefix == 1;
+  for (int k = 0; k < 4 * steps; ++k) {
+    const int32_t factor = left_signed ? static_cast<int8_t>(left[k]) : left[k];
+    for (int n = 0; n < 16; ++n) {
+      const uint8_t weight = right[k / 4][4 * n + k % 4];
+      sums[n] += static_cast<uint32_t>(factor * (right_signed ? static_cast<int8_t>(weight) : weight));
+    }
+  }
+}
+
+// Computes whole rows: what lies beyond a tile's columns is never stored.
 void multiply(const Instruction& one) {
   const int sums = one.reg, left = one.rm, right = one.other;
   expect(sums != left && sums != right && left != right, "a product of a tile with itself");
   expect(rows_of(sums) != 0 && rows_of(left) == rows_of(sums) && bytes_of(right) == bytes_of(sums) &&
              bytes_of(left) == rows_of(right) * 4 && bytes_of(sums) % 4 == 0,
          "tiles whose shapes do not fit");
-  const int columns = bytes_of(sums) / 4, steps = bytes_of(left) / 4;
+  const int steps = bytes_of(left) / 4;
   for (int m = 0; m < rows_of(sums); ++m) {
     if (one.opcode == 0x5c) {
-      expect(one.prefix == 2, "a product that is not known");
-      float parts[2][16] = {}, total[16];
-      for (int k = 0; k < steps; ++k) {
-        for (int part = 0; part < 2; ++part) {
-          uint16_t factor;
-          memcpy(&factor, tiles[left][m] + 4 * k + 2 * part, 2);
-          for (int n = 0; n < columns; ++n) {
-            uint16_t weight;
-            memcpy(&weight, tiles[right][k] + 4 * n + 2 * part, 2);
-            parts[part][n] = fmaf(from_bf16(factor), from_bf16(weight), parts[part][n]);
-          }
-        }
-      }
-      memcpy(total, tiles[sums][m], 64);
-      for (int n = 0; n < columns; ++n) total[n] += parts[0][n] + parts[1][n];
-      memcpy(tiles[sums][m], total, 64);
-      continue;
+      add_bf16(tiles[left][m], tiles[right], steps, reinterpret_cast<float*>(tiles[sums][m]));
+    } else {
+      add_bytes(tiles[left][m], tiles[right], steps, one.prefix, reinterpret_cast<uint32_t*>(tiles[sums][m]));
     }
-    const bool left_signed = one.prefix >= 2, right_signed = one.prefix == 3 || one.prefix == 1;
-    uint32_t total[16];
-    memcpy(total, tiles[sums][m], 64);
-    for (int k = 0; k < 4 * steps; ++k) {
-      const uint8_t factor = tiles[left][m][k];
-      const int32_t wide = left_signed ? static_cast<int8_t>(factor) : factor;
-      for (int n = 0; n < columns; ++n) {
-        const uint8_t weight = tiles[right][k / 4][4 * n + k % 4];
-        total[n] += static_cast<uint32_t>(wide * (right_signed ? static_cast<int8_t>(weight) : weight));
-      }
-    }
-    memcpy(tiles[sums][m], total, 64);
   }
-  for (int m = rows_of(sums); m < kTileRows; ++m) memset(tiles[sums][m], 0, kTileBytes);
 }
 
 bool compute_tile(const Instruction& one) {
   if (one.opcode == 0x49) {
-    if (one.memory) {
-      if (one.prefix == 0) {
-        load_config(one.address);
-      } else if (one.prefix == 1) {
-        memcpy(reinterpret_cast<void*>(one.address), &config, sizeof config);
-      } else {
-        return false;
-      }
+    if (one.memory && one.prefix == 0) {
+      load_config(one.address);
+    } else if (one.memory) {
+      return false;
     } else if (one.prefix == 0) {  // tilerelease
       config = TileConfig{};
       memset(tiles, 0, sizeof tiles);
@@ -309,7 +302,7 @@ bool compute_tile(const Instruction& one) {
     }
     return true;
   }
-  if ((one.opcode == 0x5e || one.opcode == 0x5c) && !one.memory) {
+  if (!one.memory && (one.opcode == 0x5e || (one.opcode == 0x5c && one.prefix == 2))) {
     multiply(one);
     return true;
   }

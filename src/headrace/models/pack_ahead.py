@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -24,6 +25,8 @@ from headrace.models.vision.vision_folder import has_vision, open_vision
 from headrace.models.weight_cache import cache_limit, configured_limit
 from headrace.models.weight_choice import choose_plan
 from headrace.variant import Variant
+
+_MORE_ROOM: Final = "Free disk space, or set HEADRACE_CACHE to a folder on a larger disk."
 
 
 class PackedWeights(msgspec.Struct, frozen=True):
@@ -75,11 +78,7 @@ def pack_ahead(
     if total > limit and not check:
         raise RequestError(
             f"The packed weights take {total / 2**30:.2f} GiB, and the cache may hold {limit / 2**30:.2f} GiB. "
-            + (
-                "Raise HEADRACE_CACHE_GIB."
-                if total > configured_limit()
-                else "Free disk space, or set HEADRACE_CACHE to a folder on a larger disk."
-            ),
+            f"{'Raise HEADRACE_CACHE_GIB.' if total > configured_limit() else _MORE_ROOM}",
             parameter="HEADRACE_CACHE_GIB",
         )
     yield from unread.values()
@@ -91,10 +90,7 @@ def pack_ahead(
             yield each.described(model, "missing")
         else:
             if not write_packed(each.folder, each.plan, pool, path, partial(progress, model)):
-                raise InsufficientMemoryError(
-                    f"{path.parent} has no room for {model}. Free disk space, or set HEADRACE_CACHE to a folder on a "
-                    "larger disk."
-                )
+                raise InsufficientMemoryError(f"{path.parent} has no room for {model}. {_MORE_ROOM}")
             yield each.described(model, "packed")
 
 

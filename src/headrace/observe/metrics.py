@@ -244,6 +244,17 @@ answered_by: Final = LoopCounter(
 upstreams: Final = Gauge(
     "headrace_upstream", "An upstream's state, and its counters since the start.", ("model", "what"), registry=registry
 )
+gpu_busy: Final = Gauge(
+    "headrace_gpu_busy_share", "Share of the time in which a GPU computes.", ("gpu", "name"), registry=registry
+)
+gpu_memory: Final = Gauge(
+    "headrace_gpu_memory_bytes",
+    "A GPU's memory by state: used (by all processes), free.",
+    ("gpu", "name", "state"),
+    registry=registry,
+)
+gpu_celsius: Final = Gauge("headrace_gpu_celsius", "Temperature of a GPU.", ("gpu", "name"), registry=registry)
+gpu_watts: Final = Gauge("headrace_gpu_watts", "Power that a GPU takes.", ("gpu", "name"), registry=registry)
 traces: Final = Counter(
     "headrace_traces", "Traces by what the collector did: sent, rejected.", ("outcome",), registry=registry
 )

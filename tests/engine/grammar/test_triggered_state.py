@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +14,12 @@ from headrace.engine.grammar.constraints import Grammar, GrammarCompiler, Gramma
 from headrace.engine.interface.grammar_spec import GrammarSchema, GrammarTrigger
 from headrace.errors import RequestError
 from headrace.models.text.tokenizer import Tokenizer
-from tests.support.models.small_tokenizers import MAKERS, byte_level, load
+from tests.support import grammar_masks
+from tests.support.models.small_tokenizers import byte_level, load
 
 TRIGGER = GrammarTrigger(("<call>",), repeats=True)
 CALL = Grammar("lark", 'start: "<call>" /[a-c]{2,4}/ "</call>"', trigger=TRIGGER)
 ONCE = Grammar("lark", CALL.text, trigger=GrammarTrigger(("<call>",)))
-
-
-@pytest.fixture(scope="module", params=list(MAKERS))
-def each_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
-    grammars = GrammarCompiler(load(tmp_path_factory.mktemp("tokenizer"), MAKERS[request.param]()))
-    yield grammars
-    grammars.close()
-
-
-@pytest.fixture(scope="module")
-def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarCompiler]:
-    grammars = GrammarCompiler(load(tmp_path_factory.mktemp("tokenizer"), byte_level()))
-    yield grammars
-    grammars.close()
 
 
 def spelt(grammars: GrammarCompiler, text: str) -> list[int]:
@@ -43,9 +29,7 @@ def spelt(grammars: GrammarCompiler, text: str) -> list[int]:
 def allowed(grammars: GrammarCompiler, state: GrammarState) -> set[int] | None:
     """The tokens that may follow; None for all."""
     ((mask,),) = grammars.launch([(state, ())]).collect()
-    if mask is None:
-        return None
-    return {int(token) for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))}
+    return None if mask is None else set(grammar_masks.allowed(mask))
 
 
 def test_nothing_is_masked_before_a_marker(each_kind: GrammarCompiler) -> None:

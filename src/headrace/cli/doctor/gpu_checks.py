@@ -65,7 +65,7 @@ def _check_engine(check: str, kind: str, managed: ManagedConfig, here: dict[int,
             advice = "Install the driver of NVIDIA or AMD. Other GPUs are not shown here."
             yield warn(check, "this machine shows no GPU of NVIDIA or AMD", advice)
         return
-    if managed.gpus is None and {"CUDA_VISIBLE_DEVICES"} & {*os.environ, *managed.environment}:
+    if managed.gpus is None and "CUDA_VISIBLE_DEVICES" in {**os.environ, **managed.environment}:
         return  # the engine sees others
     needed = managed.tensor_parallel * managed.pipeline_parallel
     numbers = managed.gpus if managed.gpus is not None else sorted(here)[:needed]
